@@ -1,7 +1,6 @@
 """asyncrl-top: shows a run, live or afterwards, and changes nothing in it.
 
-Importing this module, ``--help`` and wrong usage load nothing beyond the standard library; Textual is imported only for
-the terminal itself.
+Importing this module, ``--help`` and wrong usage load nothing beyond the standard library.
 """
 
 from __future__ import annotations
@@ -228,7 +227,7 @@ def _show(source: SnapshotSource) -> int:
     # The history of a large run has very many objects, without cycles.
     tune_memory()
     _turn_colours_off_if_few()
-    app = Top(source, ascii_only=not _knows_unicode())
+    app = Top(source)
     app.run()
     if app.failure is not None:
         raise app.failure
@@ -280,13 +279,11 @@ def _print(history: History, given: argparse.Namespace) -> int:
 
         print(json_in_ascii(msgspec.json.encode(history.newest).decode()))
         return 0
-    from asyncrl.top.draw import to_ascii
     from asyncrl.top.panes import page
     from asyncrl.top.view import SnapshotView
 
     columns = shutil.get_terminal_size((PAGE_COLUMNS, 24)).columns
-    text = page(SnapshotView(history), max(80, columns), whole=not sys.stdout.isatty()).removesuffix("\n")
-    say(text if _knows_unicode() else "\n".join(map(to_ascii, text.split("\n"))), sys.stdout)
+    say(page(SnapshotView(history), max(80, columns), whole=not sys.stdout.isatty()).removesuffix("\n"), sys.stdout)
     return 0
 
 
@@ -309,10 +306,6 @@ def _wants_terminal(given: argparse.Namespace) -> bool:
     # Textual draws on standard error. A closed stream is None.
     terminal = all(each is not None and each.isatty() for each in (sys.stdin, sys.stdout, sys.stderr))
     return terminal and os.environ.get("TERM", "") not in ("", "dumb")
-
-
-def _knows_unicode() -> bool:
-    return (sys.stdout.encoding or "").lower().replace("-", "").startswith("utf")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import RenderableType
 from rich.table import Column as GridColumn
@@ -20,11 +20,11 @@ from asyncrl.top.bottleneck import by_kind
 from asyncrl.top.draw import (
     Choice,
     Column,
-    Facts,
     Pane,
     Row,
     Style,
     Table,
+    grid_of,
     is_problem,
     is_there,
     joined,
@@ -38,7 +38,7 @@ from asyncrl.top.draw import (
     text,
     warn_style,
 )
-from asyncrl.top.view import AT, UNHEARD, SnapshotView, family, is_gone, mean, now, total, version_of
+from asyncrl.top.view import AT, UNHEARD, SnapshotView, family, is_gone, mean, now, total, version_of, versions_behind
 
 BAR = 8
 """Cells of a bar in a table."""
@@ -58,7 +58,7 @@ class ActorRow(NamedTuple):
     @property
     def bar(self) -> Text:
         """The time of the actor's resources."""
-        return state_bar(by_kind(self.view.shares([self.actor]))).drawn(BAR)
+        return state_bar(by_kind(self.view.shares([self.actor])), BAR)
 
     @property
     def state(self) -> Text:
@@ -84,9 +84,7 @@ class ActorRow(NamedTuple):
         return self.actor.metrics.get(name)
 
 
-def host_column(drop: int, **more: Any) -> Column:
-    """The column of the hosts of actors."""
-    return Column(title="host", cell=lambda entry: text(entry.actor.host, "dim"), drop=drop, **more)
+HOST = Column(title="host", cell=lambda entry: text(entry.actor.host, "dim"), value=lambda entry: entry.actor.host)
 
 
 def gauge(name: str) -> Callable[[ActorRow], float | None]:
@@ -106,7 +104,7 @@ def _oldest(entry: ActorRow) -> float | None:
 
 
 def _lag(entry: ActorRow) -> int | None:
-    return entry.view.lag(entry.actor)
+    return versions_behind(entry.view.run, entry.actor)
 
 
 def _drift_style(entry: ActorRow, otherwise: Style = "") -> Style:
@@ -120,38 +118,35 @@ def _three_digits(value: float | None) -> str:
 
 ROLLOUTERS = (
     Column(title="rollouter", cell=lambda entry: entry.name("rollouter"), value=lambda entry: entry.number, width=9),
-    host_column(7, value=lambda entry: entry.actor.host),
     Column(
         title="state", cell=lambda entry: entry.state, value=lambda entry: entry.view.state(entry.actor)[1], width=10
     ),
-    Column(title="time", cell=lambda entry: entry.bar, width=8, drop=3),
-    number("flight", gauge("rollout/in_flight"), width=6, summed=True),
-    number("wait", gauge("rollout/waiting"), width=4, drop=5, summed=True),
-    number("most", gauge("rollout/concurrency"), style=lambda entry: "dim", width=4, drop=7, summed=True),
-    number("tok/s", lambda entry: entry.view.rate_of(entry.actor, "rollout/sampled_tokens"), width=5, summed=True),
+    Column(title="time", cell=lambda entry: entry.bar, width=BAR),
+    number("flight", gauge("rollout/in_flight"), summed=True),
+    number("wait", gauge("rollout/waiting"), summed=True),
+    number("tok/s", lambda entry: entry.view.rate_of(entry.actor, "rollout/sampled_tokens"), summed=True),
     number(
         "KV",
         gauge("rollout/kv_use"),
         percent,
         lambda entry: warn_style((now(entry.actor, "rollout/kv_use") or 0.0) > 0.95),
         width=4,
-        drop=4,
     ),
     number("v", lambda entry: version_of(entry.actor), width=3),
-    number("lag", _lag, style=lambda entry: warn_style((_lag(entry) or 0) > 1), width=3),
-    number("stall", gauge("weights/stall_s"), duration, width=6, drop=6, spare=True),
-    number("drift", gauge("rollout/drift"), _three_digits, _drift_style, width=6, drop=5, spare=True),
+    number("lag", _lag, style=lambda entry: warn_style((_lag(entry) or 0) > 1)),
+    number("rst", _restarts, style=lambda entry: warn_style(_restarts(entry), "dim")),
+    number("oldest", _oldest, duration),
+    number("stall", gauge("weights/stall_s"), duration, width=6),
+    number("drift", gauge("rollout/drift"), _three_digits, _drift_style, width=6),
     number(
         "worst",
         lambda entry: entry.metric("rollout/drift_largest"),
         _three_digits,
         partial(_drift_style, otherwise="dim"),
         width=6,
-        drop=8,
-        spare=True,
     ),
-    number("rst", _restarts, style=lambda entry: warn_style(_restarts(entry), "dim"), width=3, drop=2),
-    number("oldest", _oldest, duration, width=6, drop=1),
+    number("most", gauge("rollout/concurrency"), style=lambda entry: "dim", summed=True),
+    HOST,
 )
 SORTS = {column.title: column.value for column in ROLLOUTERS if column.value is not None}
 WORDS = ("rollouter", "host", "state")
@@ -178,7 +173,7 @@ def rollouters(view: SnapshotView, choice: Choice) -> Pane:
         table = table_of(ROLLOUTERS, group := list(entries), lambda entry: entry.actor.name)
         rows += [*([_host_row(host, group)] if by_host else []), *table.rows]
     words = f"no rollouter matches {choice.needle}" if found else "no rollouter is known so far"
-    return Pane([] if rows else [text(words, "dim")], Table(ROLLOUTERS, rows, choice.sort, choice.descending))
+    return Pane([] if rows else [text(words, "dim")], Table(ROLLOUTERS, rows))
 
 
 def sorted_next(choice: Choice) -> Choice:
@@ -209,7 +204,7 @@ def _host_row(host: str, entries: Sequence[ActorRow]) -> Row:
         if column.summed and column.value is not None:
             cells[column.title] = text(count(total(map(column.value, entries))), "bold")
     shown = [cells.get(column.title) or text("") for column in ROLLOUTERS]
-    return row(entries[0].actor.name, ROLLOUTERS, shown, heading=True)
+    return row(entries[0].actor.name, ROLLOUTERS, shown)
 
 
 # --- episodes ---
@@ -219,31 +214,25 @@ def _counted(*names: str) -> Callable[[ActorRow], float | None]:
     return lambda entry: total(map(entry.metric, names))
 
 
-def _problems(title: str, value: Callable[[ActorRow], float | None], style: Style = "warn", **more: Any) -> Column:
+def _problems(title: str, value: Callable[[ActorRow], float | None], style: Style = "warn") -> Column:
     """A column of numbers that stand out if there are any."""
-    return number(title, value, style=lambda entry: style if value(entry) else "", **more)
+    return number(title, value, style=lambda entry: style if value(entry) else "")
 
 
 HOSTS = (
-    Column(title="played by", cell=lambda entry: entry.name("episodes"), width=9),
-    host_column(3),
+    Column(title="played by", cell=lambda entry: entry.name("episodes")),
     Column(title="state", cell=lambda entry: state_text(entry.condition, "", ""), width=6),
-    Column(title="time", cell=lambda entry: entry.bar, width=8, drop=4),
-    number("workers", lambda entry: entry.there(len(entry.actor.resources) or None), drop=1),
-    number("open", gauge("episodes/open"), width=4),
-    _problems("wait", gauge("episodes/waiting"), width=4, drop=2),
+    Column(title="time", cell=lambda entry: entry.bar, width=BAR),
+    number("workers", lambda entry: entry.there(len(entry.actor.resources) or None)),
+    number("open", gauge("episodes/open")),
+    _problems("wait", gauge("episodes/waiting")),
     number("played", _counted("episodes/played")),
     _problems("failed", _counted("episodes/failed"), "bad"),
-    number("tools", _counted("episodes/tool_calls"), width=5, drop=5),
-    _problems("errors", _counted("episodes/tool_errors", "episodes/tool_mistakes"), drop=6),
-    _problems("lost", _counted("episodes/workers_killed", "episodes/workers_died"), drop=7),
-    number(
-        "rst",
-        lambda entry: entry.actor.restarts,
-        style=lambda entry: warn_style(entry.actor.restarts, "dim"),
-        width=3,
-        drop=8,
-    ),
+    number("tools", _counted("episodes/tool_calls")),
+    _problems("errors", _counted("episodes/tool_errors", "episodes/tool_mistakes")),
+    _problems("lost", _counted("episodes/workers_killed", "episodes/workers_died")),
+    number("rst", lambda entry: entry.actor.restarts, style=lambda entry: warn_style(entry.actor.restarts, "dim")),
+    HOST,
 )
 
 
@@ -273,7 +262,7 @@ def _summary(view: SnapshotView, at: Mapping[str, float]) -> list[RenderableType
     words = f"{count(open_count)} episodes" + (f": {stages}" if stages else "")
     return [
         joined(labelled("oldest", duration(oldest if open_count else None)), text(words, "bold")),
-        Facts(
+        joined(
             labelled("turns", fixed(_mean(turns), 1)),
             labelled("p95", ABSENT if p95 is None else f"≤ {p95:g}" if p95 < float("inf") else "many"),
             labelled("context", f"{count(_mean(prompts))} tokens"),
@@ -281,7 +270,7 @@ def _summary(view: SnapshotView, at: Mapping[str, float]) -> list[RenderableType
             labelled("prefilled again", count(view.counted("rollouter", "rollout/reprefill_tokens"))),
             labelled("malformed calls", count(malformed), warn_style(malformed)),
         ),
-        Facts(
+        joined(
             labelled("ended", _counts(family(rollouters, "rollout/episodes_ended/"))),
             labelled("failed", _counts(failed), "bad" if failed else ""),
             labelled("forks", _counts(family(rollouters, "rollout/forks/"))),
@@ -317,15 +306,15 @@ def _shares(view: SnapshotView) -> Shares:
 
 def _stages(names: Sequence[str], at: Mapping[str, float], shares: Shares) -> Grid:
     """A row for each stage: its open episodes, and its share of the time of ended ones."""
+    heads: list[RenderableType] = [text(word, "dim") for word in ("stage", "open", "time")]
+    rows: list[list[RenderableType]] = [
+        [
+            text(name, "bold" if at.get(name) else "dim"),
+            text(count(at.get(name))),
+            text(percent(shares.get(name))),
+            level_bar(shares.get(name), 1.0),
+        ]
+        for name in names
+    ]
     numbers = partial(GridColumn, width=5, justify="right")
-    grid = Grid.grid(GridColumn(min_width=12, max_width=32), numbers(), numbers(), GridColumn(), padding=(0, 2))
-    grid.add_row(*(text(word, "dim") for word in ("stage", "open", "time")))
-    for name in names:
-        open_count, share = at.get(name), shares.get(name)
-        grid.add_row(
-            text(name, "bold" if open_count else "dim"),
-            text(count(open_count)),
-            text(percent(share)),
-            level_bar(share or 0.0, 1.0),
-        )
-    return grid
+    return grid_of([heads, *rows], GridColumn(min_width=12, max_width=32), numbers(), numbers(), GridColumn())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -18,9 +18,7 @@ from textual import work
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
-from textual.events import Key, Resize
-from textual.filter import LineFilter
-from textual.geometry import Size
+from textual.events import Key
 from textual.widgets import Input, Static
 
 from asyncrl.core.errors import AsyncRLError
@@ -34,26 +32,19 @@ from asyncrl.top.pipeline import foot, header, pipeline, status, tabs, time_bar
 from asyncrl.top.replay import Feed, Replay, SnapshotSource
 from asyncrl.top.samples_screen import SamplesScreen
 from asyncrl.top.view import SnapshotView
-from asyncrl.top.widgets import InAscii, PaneView
+from asyncrl.top.widgets import PaneView
 
-WIDE = (150, 40)
-"""Width and height from which on all panes are visible."""
-LEAST = (60, 16)
-"""Width and height below which nothing is drawn."""
 DRAW_S = 0.8
 TICK_S = 0.25
 LOOK_S = 2.0
 """Seconds between two checks whether a run has ended, at the end of its replay."""
-OWN_HEIGHT = ("learner", "staleness", "episodes")
-"""Panes that are as high as their content, if all are visible."""
 NOTE_S = 8.0
 """Seconds for which a note is shown."""
 WRITING_S = 60.0
 """Seconds for which the start of a trace is shown; its outcome comes earlier."""
 
 TOO_SMALL = """\
-needs {width}×{height}, better 80×24:
-this terminal is {columns}×{rows}. Make it larger, or
+needs 60×16, better 80×24. Make this terminal larger, or
 print everything once: asyncrl-top RUN --once
 q quits; the run continues"""
 
@@ -64,78 +55,86 @@ class Top(App[int]):
     CSS = """
     Screen { background: #1c2029; color: #d5dae5; }
     #header { height: 2; background: #252b37; padding: 0 1; }
-    #pipeline { height: 8; padding: 1 1 0 1; }
-    #time { height: 1; padding: 0 1; display: none; }
-    #tabs { height: 1; padding: 0 1; background: #252b37; }
-    #foot { height: 1; padding: 0 1; background: #252b37; }
-    #small { height: 1fr; padding: 0 1; display: none; }
+    #pipeline { height: auto; min-height: 8; max-height: 12; padding: 1 1 0 1; }
+    #time, #tabs, #foot { height: 1; padding: 0 1; }
+    #tabs, #foot { background: #252b37; }
     #filter { height: 1; border: none; padding: 0 1; display: none; background: #313a4b; }
     #body { height: 1fr; }
-    .lines, DataTable { scrollbar-size-vertical: 1; scrollbar-size-horizontal: 0; scrollbar-gutter: stable;
-        scrollbar-color: #3d475c; scrollbar-background: #1c2029; overflow-x: hidden; background: #1c2029; }
+    .lines, DataTable { scrollbar-size: 1 1; scrollbar-color: #3d475c; scrollbar-background: #1c2029;
+        background: #1c2029; }
+    .lines { scrollbar-size-horizontal: 0; scrollbar-gutter: stable; overflow-x: hidden; padding: 0 0 0 1; }
     .lines:focus, DataTable:focus { background-tint: transparent; }
     DataTable { height: 1fr; color: #d5dae5; }
     DataTable > .datatable--header, DataTable:focus > .datatable--header {
         background: #1c2029; background-tint: transparent; text-style: none; }
     DataTable > .datatable--cursor, DataTable:focus > .datatable--cursor {
         background: #1c2029; color: #d5dae5; text-style: reverse; }
-    DataTable > .datatable--hover { background: #1c2029; }
-    .pane { padding: 0 0 0 1; height: 1fr; }
+    DataTable > .datatable--hover, DataTable > .datatable--fixed { background: #1c2029; }
     .pane > .lines { height: auto; max-height: 70%; }
     .pane.alone > .lines { height: 1fr; max-height: 100%; }
-    .narrow #left, .narrow #right, .narrow #pair, .narrow .pane { display: none; height: 1fr; width: 1fr; }
-    .narrow #left.seen, .narrow #right.seen, .narrow #pair.seen, .narrow .pane.seen { display: block; }
+    #left, #right, #pair, .pane { display: none; height: 1fr; width: 1fr; }
+    #left.seen, #right.seen, #pair.seen, .pane.seen { display: block; }
+    #time, #small { display: none; }
     .replay #time { display: block; }
-    .small > *, .small #time { display: none; }
-    .small #small { display: block; }
-    .wide #tabs { display: none; }
-    .wide #left { width: 1fr; }
-    .wide #right { width: 48%; min-width: 76; max-width: 96; }
-    .wide .pane { border: round #3d475c; border-title-color: #aab3c5; }
-    .wide .pane:focus-within { border: round #7aa2c4; border-title-color: #ffffff; }
-    .wide #rollouters { height: 2fr; }
-    .wide #episodes { max-height: 33%; }
-    .wide #learner { max-height: 30%; }
-    .wide #staleness { max-height: 21%; }
-    .wide .pane.absent { display: none; }
-    .wide #pair { height: 10; }
-    .wide #reward, .wide #ledger { width: 1fr; }
+    .-wide.-high {
+        #tabs { display: none; }
+        #left, #right, #pair, .pane { display: block; }
+        #right { width: 48%; min-width: 76; max-width: 96; }
+        .pane { border: round #3d475c; border-title-color: #aab3c5; }
+        .pane:focus-within { border: round #7aa2c4; border-title-color: #ffffff; }
+        #rollouters { height: 2fr; }
+        #learner, #staleness, #episodes { height: auto; }
+        #learner DataTable, #episodes DataTable { scrollbar-size-horizontal: 0; }
+        #episodes { max-height: 33%; }
+        #learner { max-height: 30%; }
+        #staleness { max-height: 21%; }
+        #pair { height: 10; }
+        .pane.absent { display: none; }
+    }
+    .first.-slim, .first.-low {
+        & > * { display: none; }
+        & > #small { display: block; }
+    }
     """
     TITLE = "asyncrl-top"
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("q", "quit", show=False),
-        Binding("ctrl+c", "interrupt", show=False, priority=True),
-        Binding("question_mark,h", "help", show=False),
-        Binding("s", "sort", show=False),
-        Binding("r", "reverse", show=False),
-        # With priority: the next keys belong to the filter.
-        Binding("slash", "filter", show=False, priority=True),
-        Binding("escape", "unfilter", show=False),
-        Binding("space", "freeze", show=False),
-        Binding("l", "level", show=False),
-        Binding("t", "trace", show=False),
-        Binding("c", "samples", show=False),
-        Binding("tab", "next(1)", show=False, priority=True),
+        *(
+            Binding(str(number), f"pane({number})", "" if number > 1 else "panes", key_display="1 … 8", show=False)
+            for number in range(1, len(PANES) + 1)
+        ),
+        Binding("tab", "next(1)", "panes", show=False, priority=True),
         Binding("shift+tab", "next(-1)", show=False, priority=True),
-        *(Binding(str(number), f"pane({number})", show=False) for number in range(1, len(PANES) + 1)),
+        Binding("s", "sort", "sort by the next column", show=False),
+        Binding("r", "reverse", "reverse the order", show=False),
+        # With priority: the next keys belong to the filter.
+        Binding("slash", "filter", "filter", show=False, priority=True),
+        Binding("escape", "unfilter", "show all", show=False),
+        Binding("l", "level", "level of events", show=False),
+        Binding("c", "samples", "samples, as text", show=False),
+        Binding("t", "trace", "write a trace", show=False),
+        Binding("space", "freeze", "freeze; play, stop", show=False),
         # With priority: tables use the arrows too.
-        Binding("left", "go('step', -1)", show=False, priority=True),
-        Binding("right", "go('step', 1)", show=False, priority=True),
-        Binding("less_than_sign,comma", "go('seek', -0.05)", show=False),
-        Binding("greater_than_sign,full_stop", "go('seek', 0.05)", show=False),
-        Binding("plus,equals_sign", "go('faster', 1)", show=False),
-        Binding("minus", "go('faster', -1)", show=False),
+        Binding("left", "go('step', -1)", "one snapshot", show=False, priority=True),
+        Binding("right", "go('step', 1)", "one snapshot", show=False, priority=True),
+        Binding("less_than_sign,comma", "go('seek', -0.05)", "a twentieth of it", key_display="<", show=False),
+        Binding("greater_than_sign,full_stop", "go('seek', 0.05)", "a twentieth of it", key_display=">", show=False),
+        Binding("minus", "go('faster', -1)", "slower, faster", show=False),
+        Binding("plus,equals_sign", "go('faster', 1)", "slower, faster", key_display="+", show=False),
+        Binding("question_mark,h", "help", show=False),
+        Binding("q,ctrl+q", "quit", "quit only asyncrl-top", show=False),
+        Binding("ctrl+c", "interrupt", show=False, priority=True),
     ]
 
-    def __init__(self, source: SnapshotSource, *, ascii_only: bool = False) -> None:
+    def __init__(self, source: SnapshotSource) -> None:
         # With NO_COLOR Textual would draw greys.
         super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)
+        self.HORIZONTAL_BREAKPOINTS = [(0, "-slim"), (60, "-narrow"), (150, "-wide")]
+        self.VERTICAL_BREAKPOINTS = [(0, "-low"), (16, "-short"), (40, "-high")]
         self.source = source
         self.view: SnapshotView | None = None
         self.failure: AsyncRLError | None = None
         """Reason that no snapshot came."""
-        self._filters_of_lines = [InAscii()] if ascii_only else []
         self._history = source.history
         self._choice = Choice()
         self._frozen = False
@@ -147,18 +146,13 @@ class Top(App[int]):
         self._stale = False
         """Whether a newer snapshot is not drawn yet."""
         self._chosen_pane: PaneName = "rollouters"
-        self._wide = False
-        """Whether all panes are visible."""
-        self._header, self._pipeline, self._time, self._tab_line, self._foot, self._small = (
-            Static(id=name) for name in ("header", "pipeline", "time", "tabs", "foot", "small")
+        self._header, self._pipeline, self._time, self._tab_line, self._foot = (
+            Static(id=name) for name in ("header", "pipeline", "time", "tabs", "foot")
         )
-        self.panes = {name: PaneView(name, self._show_actor, self._draw) for name in PANES}
+        self.panes = {name: PaneView(name, self._show_actor) for name in PANES}
         self._filter = Input(id="filter", placeholder="filter: part of a name, host, state or text")
 
     # --- the screen ---
-
-    def get_line_filters(self) -> Sequence[LineFilter]:
-        return [*super().get_line_filters(), *self._filters_of_lines]
 
     def compose(self) -> ComposeResult:
         panes = self.panes
@@ -167,11 +161,11 @@ class Top(App[int]):
             yield Vertical(panes["rollouters"], panes["episodes"], panes["events"], id="left")
             pair = Horizontal(panes["reward"], panes["ledger"], id="pair")
             yield Vertical(panes["learner"], panes["weights"], panes["staleness"], pair, id="right")
-        yield from (self._filter, self._foot, self._small)
+        yield from (self._filter, self._foot, Static(TOO_SMALL, id="small"))
 
     def on_mount(self) -> None:
-        self.screen.set_class(self.source.replay is not None, "replay")
-        self._arrange()
+        self.screen.set_classes("first replay" if self.source.replay is not None else "first")
+        self._seen()
         self.set_interval(TICK_S, self._tick)
         if self.source.feed is not None:
             self._follow(self.source.feed)
@@ -179,20 +173,12 @@ class Top(App[int]):
             self._await_end(self.source.replay, self.source.whole)
         self._draw()
 
-    def on_resize(self, event: Resize) -> None:
-        self._arrange(event.size)
+    def on_resize(self) -> None:
+        self.call_after_refresh(self._draw)
 
-    def _arrange(self, size: Size | None = None) -> None:
-        """Fit the screen to its size: show all panes, only the chosen one, or a notice that it is too small."""
-        # During a resize the app still has the old size.
-        columns, rows = size or self.size
-        small = columns < LEAST[0] or rows < LEAST[1]
-        self._wide = columns >= WIDE[0] and rows >= WIDE[1]
+    def _seen(self) -> None:
+        """Show the chosen pane, where one is visible at a time, and let keys go to it."""
         base, chosen = self.screen_stack[0], self.panes[self._chosen_pane]
-        for name, found in (("small", small), ("wide", self._wide), ("narrow", not small and not self._wide)):
-            base.set_class(found, name)
-        message = TOO_SMALL.format(width=LEAST[0], height=LEAST[1], columns=columns, rows=rows)
-        self._small.update(Group(*map(text, message.splitlines())))
         for each in base.query("#body *"):
             each.set_class(each is chosen or each in chosen.ancestors, "seen")
         if self.screen is base:
@@ -271,7 +257,7 @@ class Top(App[int]):
         shown, choice, wide = self.view, self._choice, self._header.size.width
         if not wide:
             return
-        self._header.update(header(shown, wide))
+        self._header.update(header(shown))
         self._pipeline.update(pipeline(shown, wide))
         self._tab_line.update(Group(tabs(panes_of(shown), self._chosen_pane, wide)))
         if self.source.replay is not None:
@@ -279,8 +265,7 @@ class Top(App[int]):
         self.panes["episodes"].set_class(not shown.of("episodes"), "absent")
         for number, (name, widget) in enumerate(self.panes.items(), 1):
             if widget.is_on_screen and widget.size.width > 1:
-                own = self._wide and name in OWN_HEIGHT
-                widget.show(PANES[name](shown, choice), tall=not own)
+                widget.show(PANES[name](shown, choice))
                 widget.border_title = f"{number} {title(name, shown, choice)}"
         if self.focused is None and self.screen is self.screen_stack[0]:
             self.panes[self._chosen_pane].focus_entries()
@@ -290,7 +275,7 @@ class Top(App[int]):
     def _draw_foot(self) -> None:
         replay, attached = self.source.replay, self.view is not None
         now = status(self._over, self._away, replay, frozen=self._frozen, attached=attached)
-        self._foot.update(foot(now, self._choice, replay=replay is not None))
+        self._foot.update(foot(now, self._choice))
 
     # --- keys ---
 
@@ -302,7 +287,7 @@ class Top(App[int]):
         panes = panes_of(self.view)
         if number <= len(panes):
             self._chosen_pane = panes[number - 1]
-            self._arrange()
+            self._seen()
 
     def action_next(self, by: int) -> None:
         panes = panes_of(self.view)
@@ -357,9 +342,8 @@ class Top(App[int]):
         self._draw()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Whether the app takes a key: it takes arrows only in a replay, and leaves them to an open filter."""
-        step = action == "go" and parameters[0] == "step"
-        return not step or (self.source.replay is not None and self.focused is not self._filter)
+        """Whether the app takes a key: moves belong to a replay, and arrows to an open filter."""
+        return action != "go" or (self.source.replay is not None and self.focused is not self._filter)
 
     def action_go(self, how: Literal["step", "seek", "faster"], by: Any) -> None:
         """Move in a replay, or change its speed."""
@@ -369,7 +353,7 @@ class Top(App[int]):
 
     def action_help(self) -> None:
         if not isinstance(self.screen, HelpScreen):
-            self.push_screen(HelpScreen())
+            self.push_screen(HelpScreen(self.screen.active_bindings.values()))
 
     def action_samples(self) -> None:
         """Show the groups of RUN/samples; in a replay up to its step."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 from asyncrl.core.states import STATES, FlowKind
 
@@ -25,7 +25,6 @@ WAITS = 0.05
 Stage = Literal["dataloader", "rollouters", "reward", "learner", "weights"]
 """Stages in the order of flow."""
 
-KINDS: tuple[FlowKind, ...] = get_args(FlowKind)
 KIND_OF = {name: state.flow for states in STATES.values() for name, state in states.items()}
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import time
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO, ClassVar
@@ -14,9 +17,7 @@ from rich.console import Group, RenderableType
 from rich.table import Column
 from rich.table import Table as Grid
 from textual import work
-from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
-from textual.screen import ModalScreen
+from textual.binding import ActiveBinding, Binding, BindingType
 
 from asyncrl.core.files import from_json
 from asyncrl.core.numbers import ABSENT, count, duration, fixed, percent, size
@@ -24,7 +25,7 @@ from asyncrl.messages.monitor import ActorView, Resource
 from asyncrl.top.bottleneck import by_kind, kind_of
 from asyncrl.top.draw import (
     BARS,
-    Style,
+    grid_of,
     in_columns,
     is_problem,
     joined,
@@ -33,9 +34,9 @@ from asyncrl.top.draw import (
     text,
     warn_style,
 )
-from asyncrl.top.panes import LEVEL_STYLES
+from asyncrl.top.panes import LEVEL_STYLES, LONGEST_EVENT
 from asyncrl.top.view import CONTROLLER, SnapshotView, is_gone
-from asyncrl.top.widgets import Lines, PageScreen
+from asyncrl.top.widgets import PageScreen
 
 LOG_S = 2.0
 """Time between two reads of the end of a log (s)."""
@@ -47,7 +48,8 @@ EVENTS_SHOWN = 20
 RESOURCES_SHOWN = 16
 LONGEST_ENTRY = 200
 """Characters of a warning or an error in a log; anything else is one line."""
-LONGEST_EVENT = 2000
+BAR = 24
+"""Cells of the bar of a resource's time."""
 
 
 def detail(view: SnapshotView, name: str, log: Sequence[str] | None) -> Group:
@@ -79,10 +81,7 @@ def detail(view: SnapshotView, name: str, log: Sequence[str] | None) -> Group:
     ]
     add("EVENTS, the newest first", *(entries or [text("none", "dim")]))
     if actor.metrics:
-        metrics: list[tuple[str, str, Style]] = [
-            (metric, _number(metric, value), "") for metric, value in sorted(actor.metrics.items())
-        ]
-        add("METRICS", in_columns(metrics, right=True))
+        add("METRICS", in_columns({name: text(_number(name, value)) for name, value in sorted(actor.metrics.items())}))
     return Group(*found)
 
 
@@ -123,7 +122,7 @@ def _facts(actor: ActorView) -> list[RenderableType]:
 
 def _times(resources: Sequence[Resource]) -> Grid:
     """A bar for each resource, and the shares of its states."""
-    grid = Grid.grid(Column(width=10), Column(width=24), Column(), padding=(0, 2))
+    rows: list[list[RenderableType]] = []
     for resource in resources:
         whole = sum(resource.spent.values())
         shares = {state: seconds / whole for state, seconds in resource.spent.items()} if whole > 0 else {}
@@ -132,8 +131,9 @@ def _times(resources: Sequence[Resource]) -> Grid:
             for state, share in sorted(shares.items(), key=lambda item: -item[1])
             if share >= 0.005
         ]
-        grid.add_row(text(resource.name, "dim"), state_bar(by_kind(shares)), Columns(states, padding=(0, 2)))
-    return grid
+        bar = state_bar(by_kind(shares), BAR)
+        rows.append([text(resource.name, "dim"), bar, Columns(states, padding=(0, 2))])
+    return grid_of(rows, Column(width=10), Column(width=BAR), Column())
 
 
 def _number(name: str, value: float) -> str:
@@ -164,9 +164,7 @@ def _entry(at: str, level: str, words: str, most: int) -> Grid:
     shown = text(" ".join(words.split()), LEVEL_STYLES.get(level, ""), wraps=most > 0)
     if most:
         shown.truncate(most, overflow="ellipsis")
-    grid = Grid.grid(Column(width=8), Column(width=8), Column(), padding=(0, 2))
-    grid.add_row(text(at, "dim"), text(level, "dim"), shown)
-    return grid
+    return grid_of([[text(at, "dim"), text(level, "dim"), shown]], Column(width=8), Column(width=8), Column())
 
 
 class DetailScreen(PageScreen):
@@ -183,8 +181,8 @@ class DetailScreen(PageScreen):
         self._past = past
         self._log: Sequence[str] | None = None
         """Last lines of the log; None if they are not read yet or cannot be read."""
-        self._log_until: float | None = None
-        """Unix time (s) at which the log that is read ends; None for its newest lines."""
+        self._log_until = math.inf
+        """Unix time (s) at which the log that is read ends."""
 
     def on_mount(self) -> None:
         """Read the log from time to time."""
@@ -196,7 +194,7 @@ class DetailScreen(PageScreen):
     def _read_log(self) -> None:
         view, actor = self._view(), self._actor
         if view is not None and self._run_dir is not None:
-            self._log_until = view.wall if self._past else None
+            self._log_until = view.wall if self._past else math.inf
             log = last_lines(self._run_dir, view.run.attempt, actor, self._log_until)
             self.app.call_from_thread(self._take_log, actor, log)
 
@@ -230,15 +228,19 @@ class DetailScreen(PageScreen):
 # line before. A log of any length is read in a few small parts.
 
 
-def last_lines(run_dir: Path, attempt: int, actor: str, until: float | None = None) -> list[str] | None:
+def last_lines(run_dir: Path, attempt: int, actor: str, until: float = math.inf) -> list[str] | None:
     """The last lines up to ``until`` (Unix time, s), oldest first; None if the file is missing or unreadable, for
     example on another host. A last line longer than ``LOG_BYTES`` loses its beginning."""
     path = run_dir / "logs" / f"attempt_{attempt}" / f"{actor.replace('/', '-')}.log"
     try:
         with path.open("rb") as file:
-            end = file.seek(0, 2)
-            if until is not None:
-                end = _end_of(file, end, until)
+            end = size = file.seek(0, 2)
+            if until < math.inf:
+                parts = range(0, size + 1, LOG_BYTES)
+                later = bisect_right(parts, until, key=lambda part: next(_stamps(file, part, PROBE), (0, math.inf))[1])
+                # The part before it begins earlier, so read on from there.
+                stamps = _stamps(file, parts[max(0, later - 1)], size)
+                end = next((at for at, stamp in stamps if stamp > until), size)
             begin = max(0, end - LOG_BYTES)
             file.seek(begin)
             lines = file.read(end - begin).decode(errors="replace").splitlines()
@@ -248,48 +250,19 @@ def last_lines(run_dir: Path, attempt: int, actor: str, until: float | None = No
     return ((lines[1:] if begin else []) or lines)[-LOG_LINES:]
 
 
-def _end_of(file: BinaryIO, size: int, until: float) -> int:
-    """Find by bisection the offset of the first line later than ``until``; ``size`` if none is later."""
-    # ``early`` is 0, or the first timestamp after it is not later than ``until``. The first timestamp after ``late`` is
-    # later, or not within PROBE, or missing.
-    early, late = 0, size
-    while late - early > LOG_BYTES:
-        middle = (early + late) // 2
-        found = _first_stamp(file, middle, PROBE)
-        if found is None or found[1] > until:
-            late = middle
-        else:
-            early = middle
-    # The line is after ``early``, so read on from there.
-    at = early
-    while (found := _first_stamp(file, at, size - at)) is not None:
-        begin, stamp, end = found
-        if stamp > until:
-            return begin
-        at = end
-    return size
-
-
-def _first_stamp(file: BinaryIO, offset: int, most: int) -> tuple[int, float, int] | None:
-    """Find the first line with a timestamp that begins at ``offset`` or within ``most`` bytes after it.
-
-    Returns (offset of its begin, Unix time, offset of its end), or None.
-    """
+def _stamps(file: BinaryIO, offset: int, most: int) -> Iterator[tuple[int, float]]:
+    """Offset and timestamp of each line with a timestamp that begins at ``offset``, or at most ``most`` bytes later."""
     file.seek(max(0, offset - 1))
     if offset:
         # Skip the rest of the line before. If a line begins at ``offset``, the rest is the newline alone.
-        file.readline(PROBE)
-    while (begin := file.tell()) <= offset + most and (line := file.readline(PROBE)):
-        if (stamp := _stamp(line)) is not None:
-            return begin, stamp, file.tell()
-    return None
-
-
-def _stamp(line: bytes) -> float | None:
-    try:
-        return datetime.fromisoformat(json.loads(line)["timestamp"]).timestamp()
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
+        file.readline()
+    at = file.tell()
+    for line in file:
+        if at > offset + most:
+            return
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+            yield at, datetime.fromisoformat(json.loads(line)["timestamp"]).timestamp()
+        at += len(line)
 
 
 # --- keys ---
@@ -298,62 +271,45 @@ HELP = (
     "The stage marked with a diamond sets the pace; the line below the pipeline says why. "
     "Bars split all time by kinds of states:"
 )
-KEYS = (
-    ("1 … 8, tab", "panes"),
-    ("space", "freeze, continue"),
-    ("s", "sort by next column"),
-    ("/", "filter, esc: show all"),
-    ("q", "quit only asyncrl-top"),
-    ("↑ ↓ enter", "an actor; n p: others"),
-    ("c", "samples, as text"),
-    ("l", "level of events"),
-    ("r", "reverse the order"),
-    ("t", "write a trace"),
-)
-REPLAY_KEYS = (
-    ("← →", "one snapshot"),
-    ("< >", "a twentieth of it"),
-    ("space", "play, stop"),
-    ("- +", "slower, faster"),
-)
-WORDS = (
-    ("flight", "trajectories in flight"),
-    ("wait", "of these not in the engine"),
-    ("v, lag", "version, versions behind"),
-    ("rst", "process, engine restarts"),
-    ("oldest", "age of a trajectory"),
-)
+KEYS = {"↑ ↓ enter": "an actor; n p: others", "shift+← →": "more columns"}
+WORDS = {
+    "flight": "trajectories in flight",
+    "wait": "of these not in the engine",
+    "v, lag": "version, versions behind",
+    "rst": "process, engine restarts",
+    "oldest": "age of a trajectory",
+}
 
 
-def help_page() -> Group:
-    """The keys, and the titles of the rollouters' columns."""
+def help_page(keys: dict[str, str]) -> Group:
+    """The bottleneck, the keys with their descriptions, and the titles of the rollouters' columns."""
     names = ("work", "weights", "checkpoints", "starting", "waiting")
     kinds = [text(f"{mark} {name}", kind) for (kind, mark), name in zip(BARS.items(), names, strict=True)]
-    parts = {"keys": KEYS, "in a replay": REPLAY_KEYS, "a rollouter": WORDS}
     return Group(
         text("the bottleneck", "bold"),
         text(HELP, wraps=True),
         Columns(kinds, padding=(0, 3)),
-        text(""),
-        *(
-            each
-            for title, entries in parts.items()
-            for each in (text(title, "bold"), in_columns([(*entry, "") for entry in entries]))
-        ),
+        text("keys", "bold"),
+        in_columns({key: text(words) for key, words in (KEYS | keys).items()}),
+        text("a rollouter", "bold"),
+        in_columns({title: text(words) for title, words in WORDS.items()}),
     )
 
 
-class HelpScreen(ModalScreen[None]):
-    """Screen of the keys."""
+class HelpScreen(PageScreen):
+    """The keys of the screen below."""
 
-    CSS = """
-    HelpScreen { align: center middle; }
-    #help { width: 76; max-width: 100%; height: 22; max-height: 100%; border: round #7aa2c4; background: #252b37;
-        padding: 0 0 0 1; }
-    """
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,question_mark,h,enter,space", "app.pop_screen", show=False)
-    ]
+    keys = "esc back"
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark,h,enter,space", "app.pop_screen", show=False)]
 
-    def compose(self) -> ComposeResult:
-        yield Lines(help_page(), id="help")
+    def __init__(self, bindings: Iterable[ActiveBinding]) -> None:
+        """Keys of the app with the same description among the ``bindings`` stand together."""
+        super().__init__()
+        self._keys: dict[str, list[str]] = {}
+        for node, binding, _, _ in bindings:
+            if node is self.app and binding.description:
+                self._keys.setdefault(binding.description, []).append(self.app.get_key_display(binding))
+
+    def on_mount(self) -> None:
+        self.show_title("asyncrl-top")
+        self._page.show(help_page({" ".join(dict.fromkeys(keys)): words for words, keys in self._keys.items()}))

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Column as GridColumn
-from rich.table import Table as Grid
 from rich.text import Text
 
 from asyncrl.core.numbers import ABSENT, count, duration, exact, fixed, percent, rate, size
@@ -26,17 +25,16 @@ from asyncrl.observe.metrics_line import (
     pass_at_numbers,
 )
 from asyncrl.observe.metrics_line import Line as MetricsLine
-from asyncrl.top.actor_panes import ActorRow, episodes, host_column, rollouters
+from asyncrl.top.actor_panes import BAR, HOST, ActorRow, episodes, rollouters
 from asyncrl.top.bottleneck import by_kind
 from asyncrl.top.draw import (
     LEVELS,
-    Bar,
     Choice,
     Column,
-    Facts,
     Pane,
     PaneName,
     Style,
+    grid_of,
     in_columns,
     is_there,
     joined,
@@ -44,7 +42,6 @@ from asyncrl.top.draw import (
     level_bar,
     lines,
     number,
-    side_by_side,
     state_bar,
     table_of,
     text,
@@ -68,11 +65,11 @@ def _gpu_memory(entry: ActorRow) -> Text:
 
 RANKS = (
     Column(title="rank", cell=lambda entry: entry.name(), width=9),
-    host_column(4),
+    HOST,
     Column(title="state", cell=lambda entry: entry.state, width=14),
-    Column(title="time", cell=lambda entry: entry.bar, width=8),
+    Column(title="time", cell=lambda entry: entry.bar, width=BAR),
     number("memory", lambda entry: entry.there(entry.actor.rss_bytes or None), size, width=7),
-    Column(title="GPU memory", cell=_gpu_memory, width=10, drop=2, right=True, spare=True),
+    Column(title="GPU memory", cell=_gpu_memory, right=True),
 )
 PHASES = {
     "wait": "time/wait_for_groups_s",
@@ -92,7 +89,7 @@ def learner(view: SnapshotView, choice: Choice) -> Pane:
         for actor in view.of("learner")
         if choice.matches(actor.name, actor.host, view.state(actor)[1])
     ]
-    head: list[RenderableType] = [_step(view), _learning(view), _speed(view), *_components(view), *_evaluations(view)]
+    head = [_step(view), _learning(view), _speed(view), *_components(view), *_evaluations(view)]
     return Pane(head, table_of(RANKS, ranks, lambda entry: entry.actor.name), "learner/0")
 
 
@@ -112,10 +109,10 @@ def _step(view: SnapshotView) -> Text:
     return joined(labelled("step", duration(whole), "bold"), *phases, between="  ")
 
 
-def _learning(view: SnapshotView) -> Facts:
+def _learning(view: SnapshotView) -> Text:
     """Numbers of the newest step. A gradient or a learning rate of 0 stands out: the policy learns nothing."""
     norm, lr = view.number("policy/grad_norm"), view.number("learner/lr")
-    return Facts(
+    return joined(
         labelled("loss", fixed(view.number("loss/policy"), 3)),
         labelled("grad norm", fixed(norm, 3), "bad" if norm == 0 else ""),
         labelled("entropy", fixed(view.number("policy/entropy"), 3)),
@@ -147,16 +144,16 @@ def _cut(share: float | None) -> Text:
     return labelled("cut", percent(share), "bad" if share >= HIGH_TRUNCATION else "") if share is not None else NONE
 
 
-def _components(view: SnapshotView) -> list[Facts]:
+def _components(view: SnapshotView) -> list[Text]:
     """Means of the reward's components in the newest step."""
     found = sorted(numbers_after(view.last, "reward/component/").items())
     parts = [labelled(name, fixed(value, 3)) for name, value in found[:COMPONENTS]]
     if (more := len(found) - COMPONENTS) > 0:
         parts.append(text(f"and {more} more", "dim"))
-    return [Facts(text("components", "dim"), *parts)] if parts else []
+    return [joined(text("components", "dim"), *parts)] if parts else []
 
 
-def _evaluations(view: SnapshotView) -> list[Facts]:
+def _evaluations(view: SnapshotView) -> list[Text]:
     """A line for each evaluation that has more to show than the mean in the header."""
     found: dict[str, MetricsLine] = {name: line for line in view.snapshot.evals for name in eval_names(line)}
     shown = []
@@ -170,7 +167,7 @@ def _evaluations(view: SnapshotView) -> list[Facts]:
             labelled(component, fixed(value, 3)) for component, value in sorted(component_numbers(values).items())
         ]
         if any(parts):
-            shown.append(Facts(text(f"eval {name}", "dim"), *parts))
+            shown.append(joined(text(f"eval {name}", "dim"), *parts))
     return shown
 
 
@@ -183,14 +180,14 @@ def _seconds(title: str, key: str) -> Column:
 
 UPDATES = (
     Column(title="replica", cell=lambda line: text(str(line.get("replica", ""))), width=11),
-    Column(title="by", cell=lambda line: text(str(line.get("weights/transport", "")), "dim"), width=6, drop=3),
+    Column(title="by", cell=lambda line: text(str(line.get("weights/transport", "")), "dim"), width=6),
     number("v", lambda line: line.get("weights/version"), width=4),
     _seconds("stage", "weights/stage_s"),
     _seconds("pause", "weights/pause_s"),
     _seconds("load", "weights/load_s"),
     _seconds("stall", "weights/stall_s"),
     number("bytes", lambda line: number_in(line, "weights/bytes"), size, width=7),
-    number("read", lambda line: number_in(line, "weights/encoded_bytes"), size, width=7, drop=2),
+    number("read", lambda line: number_in(line, "weights/encoded_bytes"), size, width=7),
 )
 
 
@@ -252,18 +249,17 @@ def staleness(view: SnapshotView, choice: Choice) -> Pane:
     ]
     if not any(both):
         return Pane([head], about="learner/0")
-    numbers = partial(GridColumn, width=5, justify="right")
-    bars = [made for _ in both for made in (GridColumn(ratio=1), numbers(), numbers())]
-    grid = Grid.grid(numbers(width=10), *bars, padding=(0, 1))
-    grid.add_row(*(text(word, "dim") for word in ("versions", "tokens", "", "", "groups", "", "")))
+    heads: list[RenderableType] = [text(word, "dim") for word in ("versions", "tokens", "", "", "groups", "", "")]
     # Show the buckets up to the last that holds something, and at least up to that of staleness.max.
     held = max((i for counts in both for i, n in enumerate(counts) if n), default=0)
-    for index in range(max(held, bisect_left(edges_of("staleness/tokens"), most)) + 1):
-        grid.add_row(*_bucket(both, index, most))
-    return Pane([head, grid], about="learner/0")
+    last = max(held, bisect_left(edges_of("staleness/tokens"), most))
+    numbers = partial(GridColumn, width=5, justify="right")
+    bars = [made for _ in both for made in (GridColumn(ratio=1), numbers(), numbers())]
+    rows = [heads, *(list(_bucket(both, index, most)) for index in range(last + 1))]
+    return Pane([head, grid_of(rows, numbers(width=10), *bars)], about="learner/0")
 
 
-def _bucket(both: Sequence[Sequence[int]], index: int, most: int) -> Iterator[Text | Bar]:
+def _bucket(both: Sequence[Sequence[int]], index: int, most: int) -> Iterator[RenderableType]:
     """The row of a bucket: its versions, and a bar, the number and the share of its tokens and of its groups."""
     edges = edges_of("staleness/tokens")
     # The label has the whole versions in the bucket. An upper edge is inside its bucket.
@@ -282,32 +278,32 @@ def _bucket(both: Sequence[Sequence[int]], index: int, most: int) -> Iterator[Te
 
 # --- reward, ledger ---
 
+POOL_BAR = 32
+"""Cells of the bar of the workers' time."""
+
 
 def reward(view: SnapshotView, choice: Choice) -> Pane:
     """Tasks of the reward pools. The rate and the shares are recent; times and failures count since the pools began."""
-    pools = view.of("reward")
-    shares, edges = view.shares(pools), edges_of("reward/run_s")
-    kinds, workers = by_kind(shares), sum(len(pool.resources) for pool in view.living("reward"))
+    pools, edges = view.of("reward"), edges_of("reward/run_s")
+    kinds, workers = by_kind(view.shares(pools)), sum(len(pool.resources) for pool in view.living("reward"))
     spent = [each.counts for pool in pools if (each := pool.histograms.get("reward/run_s")) is not None]
-    # A pool of another release may have other buckets.
-    counts = [sum(bucket) for bucket in zip(*(one for one in spent if len(one) == len(edges) + 1), strict=True)]
+    counts = [sum(bucket) for bucket in zip(*spent, strict=True)]
     timeouts, killed, failed = (
         view.counted("reward", f"reward/{name}") for name in ("timed_out", "workers_killed", "failed")
     )
-    facts: list[tuple[str, str, Style]] = [
-        ("tasks/s", rate(view.rate("reward", "reward/scored")), ""),
-        ("workers", f"{workers or ABSENT}", ""),
-        ("at work", percent(kinds.get("work")), ""),
-        ("running", count(view.level("reward", "reward/running")), ""),
-        ("queued", count(view.level("reward", "reward/queued")), ""),
-        ("time p50", _at_most(quantile(counts, edges, 0.5)), ""),
-        ("time p99", _at_most(quantile(counts, edges, 0.99)), ""),
-        ("timeouts", count(timeouts), warn_style(timeouts)),
-        ("killed", count(killed), warn_style(killed)),
-        ("failed", count(failed), "bad" if failed else ""),
-    ]
-    bars = [state_bar(kinds)] if shares else []
-    return Pane([*bars, in_columns(facts)], about="reward/0")
+    facts = {
+        "tasks/s": text(rate(view.rate("reward", "reward/scored"))),
+        "workers": text(f"{workers or ABSENT}"),
+        "at work": text(percent(kinds.get("work"))),
+        "running": text(count(view.level("reward", "reward/running"))),
+        "queued": text(count(view.level("reward", "reward/queued"))),
+        "time p50": text(_at_most(quantile(counts, edges, 0.5))),
+        "time p99": text(_at_most(quantile(counts, edges, 0.99))),
+        "timeouts": text(count(timeouts), warn_style(timeouts)),
+        "killed": text(count(killed), warn_style(killed)),
+        "failed": text(count(failed), "bad" if failed else ""),
+    }
+    return Pane([state_bar(kinds, POOL_BAR), in_columns(facts)], about="reward/0")
 
 
 def _at_most(seconds: float | None) -> str:
@@ -317,31 +313,26 @@ def _at_most(seconds: float | None) -> str:
 def ledger(view: SnapshotView, choice: Choice) -> Pane:
     """Prompt groups by outcome, and outstanding groups against the gate."""
     outstanding, gate = (view.level("dataloader", f"tickets/{name}") for name in ("outstanding", "gate"))
-    quarantined, left_out = view.of_learner("ledger/quarantined"), view.of_learner("ledger/left_out")
-    facts: list[tuple[str, str, Style]] = [
-        ("trained", exact(view.of_learner("ledger/trained")), ""),
-        ("filtered", exact(view.of_learner("ledger/filtered")), ""),
-        ("quarantined", exact(quarantined), "bad" if quarantined else ""),
-        ("in the buffer", count(view.buffered), ""),
-        ("a step takes", f"{view.run.groups_per_step} groups", ""),
-    ]
-    if left_out:
-        facts.insert(3, ("left out", exact(left_out), ""))
-    if rested := view.of_learner("ledger/rested"):
-        facts.insert(3, ("rested", exact(rested), ""))
-    if outstanding is None or not gate:
-        facts.insert(3, ("outstanding", count(outstanding), ""))
-        return Pane([in_columns(facts)], about="dataloader/0")
-    bar = side_by_side(
-        text("outstanding", "dim"),
-        level_bar(outstanding, gate, "warn" if outstanding >= gate else "level"),
-        text(f"{count(outstanding)} of {count(gate)} groups"),
+    quarantined, rested, left_out = (
+        view.of_learner(f"ledger/{name}") for name in ("quarantined", "rested", "left_out")
     )
-    return Pane([bar, in_columns(facts)], about="dataloader/0")
+    facts = {
+        "trained": text(exact(view.of_learner("ledger/trained"))),
+        "filtered": text(exact(view.of_learner("ledger/filtered"))),
+        "quarantined": text(exact(quarantined), "bad" if quarantined else ""),
+        "rested": text(exact(rested) if rested else ""),
+        "left out": text(exact(left_out) if left_out else ""),
+        "outstanding": text(f"{count(outstanding)} of {count(gate)}", warn_style(gate and (outstanding or 0) >= gate)),
+        "in the buffer": text(count(view.buffered)),
+        "a step takes": text(f"{view.run.groups_per_step} groups"),
+    }
+    return Pane([in_columns(facts)], about="dataloader/0")
 
 
 # --- events ---
 
+LONGEST_EVENT = 2000
+"""Characters of an event; longer ones are cut."""
 SAME_DAY_S = 43_200.0
 """Age (s) of the oldest event from which on the date is shown too."""
 
@@ -352,9 +343,9 @@ def _event_columns(clock: str) -> tuple[Column, ...]:
 
     return (
         Column(title="time", cell=lambda event: text(time.strftime(clock, time.localtime(event.wall)), "dim"), width=8),
-        Column(title="level", cell=lambda event: styled(event, event.level, "dim"), width=7, drop=1),
+        Column(title="level", cell=lambda event: styled(event, event.level, "dim"), width=7),
         Column(title="actor", cell=lambda event: text(event.actor or "run"), width=9),
-        Column(title="event", cell=lambda event: styled(event, " ".join(event.text.split())), width=20),
+        Column(title="event", cell=lambda event: styled(event, " ".join(event.text.split())), most=LONGEST_EVENT),
     )
 
 
@@ -385,7 +376,7 @@ PANES: dict[PaneName, Callable[[SnapshotView, Choice], Pane]] = {
     "episodes": episodes,
 }
 """The function that makes each pane."""
-MOST_SHOWN: dict[PaneName, int] = {"events": 20, "weights": 8}
+MOST_SHOWN = {"events": 20, "weights": 8}
 """Most rows in a page."""
 
 
@@ -406,14 +397,17 @@ def title(name: PaneName, view: SnapshotView, choice: Choice) -> str:
 
 
 def page(view: SnapshotView, width: int, *, whole: bool = False) -> str:
-    """All panes, one below the other, with the newest events and updates; ``whole`` cuts no event."""
+    """All panes, one below the other, with the newest events and updates; ``whole`` cuts no row of a table."""
     choice = Choice()
-    drawn = [*lines(header(view, width), width), NONE, *lines(pipeline(view, width), width)]
-    longest = max((text(event.text).cell_len for event in view.events), default=0) if whole else 0
+    drawn = [*lines(header(view), width), NONE, *lines(pipeline(view, width), width)]
     for name in panes_of(view):
         shown = PANES[name](view, choice)
+        drawn += [NONE, text(title(name, view, choice).upper()), *lines(Group(*shown.head), width)]
         if shown.table is not None:
-            shown = replace(shown, table=replace(shown.table, rows=shown.table.rows[: MOST_SHOWN.get(name)]))
-        heading = text(title(name, view, choice).upper())
-        drawn += [NONE, heading, *lines(shown, width + longest if name == "events" else width)]
-    return "".join(f"{line.plain.rstrip()}\n" for line in drawn)
+            table = replace(shown.table, rows=shown.table.rows[: MOST_SHOWN.get(name)])
+            drawn += lines(table, sum(cells for _, cells in table.laid()))
+    for line in drawn:
+        line.rstrip()
+        if not whole:
+            line.truncate(width, overflow="ellipsis")
+    return "".join(f"{line.plain}\n" for line in drawn)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
-from rich.console import Group
+from rich.color import Color
+from rich.console import Group, RenderableType
 from rich.table import Column
 from rich.table import Table as Grid
 from rich.text import Text
+from textual.renderables.sparkline import Sparkline
 
 from asyncrl.core.errors import phase_and_reason, phase_word
 from asyncrl.core.numbers import count, duration, fixed, percent, rate
@@ -20,20 +22,16 @@ from asyncrl.top.bottleneck import Stage, by_kind, kind_of
 from asyncrl.top.client import Away, Waiting
 from asyncrl.top.draw import (
     LEVELS,
-    NARROW,
-    Bar,
+    STYLES,
     Choice,
-    Facts,
     PaneName,
     Style,
+    grid_of,
     joined,
     labelled,
     level_bar,
-    side_by_side,
-    sparkline,
     state_bar,
     text,
-    wrapped,
 )
 from asyncrl.top.replay import Replay
 from asyncrl.top.view import SnapshotView, is_gone, total
@@ -50,37 +48,40 @@ PHASE_STYLES: dict[str, Style] = {
     "stalled": "bad",
 }
 REWARDS = 40
-"""Steps whose rewards the header shows."""
+"""Steps whose rewards the header shows, in half as many cells."""
 NAMES_SHOWN = 3
-SHORT = {"rollouters": "roll.", "dataloader": "data."}
-"""Short names of stages, if the number of actors takes the room of the name."""
+LEVEL = Color.parse("#7aa2c4")
+WIDEST = 34
+"""Most cells of a stage."""
 
 
-def header(view: SnapshotView, width: int) -> Group:
+def header(view: SnapshotView) -> Group:
     """Two lines: the state of the run, and its rates."""
     run = view.run
     phase = "stalled" if run.phase == "running" and run.stalled else phase_word(run.phase, run.exit_code)
+    step_s, left = view.step_mean("time/step_s"), run.steps - run.step
+    trains = phase == "running" and left > 0
     means = [number_in(line, "reward/mean") for line in view.snapshot.train[-REWARDS:]]
-    rewards = [value for value in means if value is not None]
-    spark = sparkline(rewards, max(8, min(40, width - 72)))
-    return Group(
-        Facts(
-            text(run.name, "bold"),
-            text(phase, PHASE_STYLES.get(phase, "")),
-            labelled("step", f"{run.step}/{run.steps}"),
-            labelled("version", count(run.version if run.version >= 0 else None)),
-            labelled("up", duration(run.age_s)),
-            labelled("ETA", duration(view.eta_s)),
-            labelled("attempt", f"{run.attempt}") if run.attempt > 1 else text(""),
-        ),
-        Facts(
-            labelled("reward", fixed(rewards[-1] if rewards else None)) + text(f" {spark}" if spark else "", "level"),
-            labelled("tokens/s", count(view.tokens_per_s)),
-            labelled("samples/s", rate(view.rate("rollouter", "rollout/trajectories"))),
-            labelled("step", duration(view.step_mean("time/step_s"))),
-            *_evaluations(view),
-        ),
+    # The rewards are halved, because the difference of the largest floats would be infinite.
+    rewards = [value / 2 for value in means if value is not None]
+    now = joined(
+        text(run.name, "bold"),
+        text(phase, PHASE_STYLES.get(phase, "")),
+        labelled("step", f"{run.step}/{run.steps}"),
+        labelled("version", count(run.version if run.version >= 0 else None)),
+        labelled("up", duration(run.age_s)),
+        labelled("ETA", duration(left * step_s if step_s is not None and trains else None)),
+        labelled("attempt", f"{run.attempt}") if run.attempt > 1 else text(""),
     )
+    rates = joined(
+        labelled("tokens/s", count(view.tokens_per_s)),
+        labelled("samples/s", rate(view.rate("rollouter", "rollout/trajectories"))),
+        labelled("step", duration(step_s)),
+        *_evaluations(view),
+    )
+    reward = labelled("reward", fixed(2 * rewards[-1] if rewards else None))
+    spark = Sparkline(rewards, width=REWARDS // 2, min_color=LEVEL, max_color=LEVEL)
+    return Group(now, grid_of([[reward, spark, rates]], Column(no_wrap=True), Column(width=REWARDS // 2), Column()))
 
 
 def _evaluations(view: SnapshotView) -> list[Text]:
@@ -108,7 +109,7 @@ class StageBox(NamedTuple):
     unit: str
     inside: str
     """Work that is in the stage or waits for it, in words."""
-    bar: Bar
+    bar: RenderableType
     """The time of its resources by kinds of states, or a level."""
     last: Text
     """The main state, or a number."""
@@ -119,12 +120,12 @@ class StageBox(NamedTuple):
         return sum(not is_gone(actor) for actor in self.actors)
 
 
-def stages(view: SnapshotView) -> list[StageBox]:
-    """A box for each stage of the pipeline, in the order of the flow."""
+def stages(view: SnapshotView, wide: int = WIDEST) -> list[StageBox]:
+    """A box of ``wide`` cells for each stage of the pipeline, in the order of the flow."""
     of, level, rate_of, run = view.of, view.level, view.rate, view.run
     outstanding, gate = level("dataloader", "tickets/outstanding"), level("dataloader", "tickets/gate")
     admitted, allowed = f"gate {count(outstanding)}/{count(gate)}", staleness_limit(view)
-    limit = f"limit {fixed(allowed, 0)} of {run.staleness_max}" if allowed is not None else ""
+    limit = text(f"limit {fixed(allowed, 0)} of {run.staleness_max}" if allowed is not None else "", "dim")
     generating = f"{count(level('rollouter', 'rollout/in_flight'))} in flight"
     at_reward = total((level("reward", "reward/queued"), level("reward", "reward/running")))
     step_s, groups = view.step_mean("time/step_s"), run.groups_per_step
@@ -132,26 +133,25 @@ def stages(view: SnapshotView) -> list[StageBox]:
     buffered = f"{count(view.buffered)}/{count(groups or None)} groups"
     updated, servers = rate_of("parameter_server", "weights/updates_committed"), of("parameter_server")
     behind, serving = view.behind or (None, None)
-    newest = level_bar(serving - behind, serving) if behind is not None and serving is not None else Bar([])
-    version = f"version {run.version}" if run.version >= 0 else "none so far"
+    newest = level_bar(serving - behind if behind is not None and serving is not None else None, serving)
+    version = text(f"version {run.version}" if run.version >= 0 else "none so far", "dim")
     leased, scored = rate_of("dataloader", "tickets/granted"), rate_of("reward", "reward/scored")
-    engines, pools, rank = _time(view.shares(of("rollouter"))), _time(view.shares(of("reward"))), view.learner_shares
+    spent = (view.shares(of("rollouter")), view.shares(of("reward")), view.learner_shares)
+    engines, pools, rank = (_time(shares, wide) for shares in spent)
     return [
-        StageBox(
-            "dataloader", of("dataloader"), leased, "groups", admitted, level_bar(outstanding, gate), text(limit, "dim")
-        ),
+        StageBox("dataloader", of("dataloader"), leased, "groups", admitted, level_bar(outstanding, gate), limit),
         StageBox("rollouters", of("rollouter"), view.tokens_per_s, "tokens", generating, *engines),
         StageBox("reward", of("reward"), scored, "tasks", f"{count(at_reward)} in hand", *pools),
-        StageBox("learner", of("learner"), trained, "groups", buffered, *_time(rank)),
-        StageBox("weights", servers, updated, "updates", f"{count(behind)} behind", newest, text(version, "dim")),
+        StageBox("learner", of("learner"), trained, "groups", buffered, *rank),
+        StageBox("weights", servers, updated, "updates", f"{count(behind)} behind", newest, version),
     ]
 
 
-def _time(shares: Mapping[str, float]) -> tuple[Bar, Text]:
+def _time(shares: Mapping[str, float], wide: int) -> tuple[Text, Text]:
     """A bar of the time, and the main state."""
     state = max(shares, key=lambda state: shares[state], default="")
     words = f"{percent(shares[state])} {state}" if state else ""
-    return state_bar(by_kind(shares)), text(words, "dim" if kind_of(state) == "wait" else "")
+    return state_bar(by_kind(shares), wide), text(words, "dim" if kind_of(state) == "wait" else "")
 
 
 def marked(view: SnapshotView) -> str:
@@ -161,36 +161,28 @@ def marked(view: SnapshotView) -> str:
 
 
 def pipeline(view: SnapshotView, width: int) -> Group:
-    """Each stage with its rate, depth, time and main state, and below them the verdict: seven lines."""
-    between = "→ " if width < NARROW else " → "
-    boxes = stages(view)
-    wide = min(34, (width - len(between) * (len(boxes) - 1)) // len(boxes))
-    grid = Grid.grid(*(Column(width=len(between) if n % 2 else wide) for n in range(2 * len(boxes) - 1)))
-    for number, parts in enumerate(zip(*(_drawn(box, view, wide) for box in boxes), strict=True)):
-        # The arrows stand between the rates.
-        arrow = text(between if number == 1 else "", "dim")
-        grid.add_row(*[each for part in parts for each in (part, arrow)][:-1])
-    return Group(grid, *verdict(view, width))
+    """Each stage with its rate, depth, time and main state, and below them the verdict."""
+    wide = min(WIDEST, (width + 2) // len(get_args(Stage)) - 2)
+    columns = [_drawn(box, view, wide) for box in stages(view, wide)]
+    return Group(grid_of(zip(*columns, strict=True), *(Column(width=wide) for _ in columns)), *verdict(view))
 
 
-def _drawn(box: StageBox, view: SnapshotView, wide: int) -> tuple[Text, Text, Text, Bar, Text]:
-    """Five lines of a stage: its name with its actors, rate, depth, a bar, and its main state."""
+def _drawn(box: StageBox, view: SnapshotView, wide: int) -> tuple[RenderableType, ...]:
+    """Five lines of a stage: its actors and name, rate, depth, a bar, and its main state."""
     is_marked, actors, alive = box.stage == marked(view), len(box.actors), box.alive
-    mark, rule = ("◆", "━") if is_marked else ("", "─")
-    present = f" {alive}/{actors}" if alive < actors else f" {actors}" if actors > 1 else ""
-    room = wide - len(present)
-    name = f"{mark}{box.stage}"
-    if len(name) > room:
-        name = f"{mark}{SHORT.get(box.stage, box.stage)}"[:room]
-    over = view.run.phase in ("draining", "done", "failed")
+    style: Style = "mark" if is_marked else "bold"
+    present = f"{alive}/{actors} " if alive < actors else f"{actors} " if actors > 1 else ""
+    is_short = alive < actors and view.run.phase not in ("draining", "done", "failed")
     title = (
-        text(name, "mark" if is_marked else "bold")
-        + text(f" {rule * (room - len(name) - 1)}"[: room - len(name)], "mark" if is_marked else "dim")
-        + text(present, "bad" if alive < actors and not over else "dim")
+        text("◆" if is_marked else "", style)
+        + text(present, "bad" if is_short else "dim")
+        + text(f"{box.stage} ", style)
     )
+    end = title.cell_len
+    title.align("left", wide, "━" if is_marked else "─")
+    title.stylize(STYLES["mark" if is_marked else "dim"], end)
     words = f"{rate(box.rate)} {box.unit}/s"
-    # A blank stands before the arrow.
-    words = words if len(words) < wide else words.replace("tokens/s", "tok/s")
+    words = words if len(words) <= wide else words.replace("tokens/s", "tok/s")
     return title, text(words), text(box.inside), box.bar, box.last
 
 
@@ -200,8 +192,8 @@ def staleness_limit(view: SnapshotView) -> float | None:
     return view.number("staleness/limit") if limit is None else limit
 
 
-def verdict(view: SnapshotView, width: int) -> list[Text]:
-    """Two lines: the stage that sets the pace, or the reason that nothing runs. Actors that are down come first."""
+def verdict(view: SnapshotView) -> list[Text]:
+    """The stage that sets the pace, or the reason that nothing runs. Actors that are down come first."""
     run, bottleneck = view.run, view.bottleneck
     word: str
     style: Style
@@ -219,41 +211,47 @@ def verdict(view: SnapshotView, width: int) -> list[Text]:
     else:
         word, why, style = f"◆ {bottleneck.stage}", bottleneck.why, "mark"
     resting = [f"{name} ({why})" for name, why in run.resting.items()]
-    problems = {"lost hosts: ": run.lost_hosts, "resting: ": resting, "down: ": view.down}
+    problems = {"lost hosts: ": run.lost_hosts, "resting: ": resting, "down: ": down(view)}
     missing = joined(
         *(text(title, "bad") + text(name_some(names, NAMES_SHOWN)) for title, names in problems.items() if names)
     )
-    head = text(word + (":" if why else ""), style) + text(f" {why}")
-    return [missing, *wrapped(head, width, 1)] if missing else [*wrapped(head, width, 2), text("")][:2]
+    said = text(word + (":" if why else ""), style, wraps=True) + text(f" {why}")
+    return [missing, said] if missing else [said]
+
+
+def down(view: SnapshotView) -> list[str]:
+    """Actors of a running run that do not serve, with the reason; empty during a stall, whose report names them."""
+    found = []
+    for actor in view.actors if view.run.phase == "running" and not view.run.stalled else ():
+        if actor.condition in ("dead", "condemned", "silent"):
+            found.append(f"{actor.name} ({actor.condition})")
+        elif actor.condition == "starting" and actor.restarts:
+            found.append(f"{actor.name} (starting again)")
+        elif actor.condition == "ready" and any(resource.state == "restarting" for resource in actor.resources):
+            found.append(f"{actor.name} (engine restarting)")
+    return found
 
 
 # --- tabs, time bar, foot ---
 
-KEYS = ("? help", "q quit", "s sort", "/ filter", "space {space}")
-"""Hints of the keys, as many as there is room for."""
-
 
 def tabs(panes: Sequence[PaneName], seen: PaneName, width: int) -> Text:
     """The numbers and names of the panes, with the ``seen`` one marked; without room, only its name is shown."""
-
-    def with_names(names: Sequence[str]) -> Text:
-        numbered = enumerate(names, 1)
-        parts = (text(f"{n} {name}".rstrip(), "chosen" if name == seen else "dim") for n, name in numbered)
-        return joined(*parts, between="  ")
-
-    line = with_names(panes)
-    return line if line.cell_len <= width else with_names([name if name == seen else "" for name in panes])
+    wide = sum(len(name) + 4 for name in panes) - 2 <= width
+    parts = (
+        text(f"{n} {name if wide or name == seen else ''}".rstrip(), "chosen" if name == seen else "dim")
+        for n, name in enumerate(panes, 1)
+    )
+    return joined(*parts, between="  ")
 
 
 def time_bar(replay: Replay) -> Grid:
     """Place of the viewer in a recording, as a bar."""
     past, whole = replay.position - replay.begin, replay.end - replay.begin
-    return side_by_side(
-        text(f"{time.strftime('%H:%M:%S', time.localtime(replay.position))}  {duration(past)} of {duration(whole)}"),
-        level_bar(past, whole),
-        text(f"×{replay.speed:g} {'playing' if replay.playing else 'paused'}", "dim"),
-        expand=True,
-    )
+    at = f"{time.strftime('%H:%M:%S', time.localtime(replay.position))}  {duration(past)} of {duration(whole)}"
+    speed = text(f"×{replay.speed:g} {'playing' if replay.playing else 'paused'}", "dim")
+    columns = Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True)
+    return grid_of([[text(at), level_bar(past, whole), speed]], *columns, expand=True)
 
 
 def status(over: str, away: Away | Waiting | None, replay: Replay | None, *, frozen: bool, attached: bool) -> Text:
@@ -273,10 +271,12 @@ def status(over: str, away: Away | Waiting | None, replay: Replay | None, *, fro
     return text("live", "good") if attached else text("attaching", "start")
 
 
-def foot(status: Text, choice: Choice, *, replay: bool) -> Grid:
-    """The status, what is filtered, and the keys that fit."""
+def foot(status: Text, choice: Choice) -> Grid:
+    """The status, what is filtered and how rows are sorted, and the first keys."""
     chosen = [f"filter: {choice.needle}"] if choice.needle else []
     if choice.level != LEVELS[0]:
         chosen.append(f"events: {choice.level}")
-    keys = [text(key.format(space="play" if replay else "freeze"), "dim") for key in KEYS]
-    return side_by_side(joined(status, text("   ".join(chosen), "warn")), Facts(*keys, between="  "), expand=True)
+    if choice.sort != "host" or choice.descending:
+        chosen.append(f"sort: {choice.sort}{'▾' if choice.descending else '▴'}")
+    left = joined(status, text("   ".join(chosen), "warn"))
+    return grid_of([[left, text("? help  q quit", "dim")]], Column(ratio=1), Column(no_wrap=True), expand=True)

@@ -79,29 +79,25 @@ class SamplesScreen(PageScreen):
         shown = self._groups[self._at] if self._groups else None
         if found and choice.until is None:
             # Keep the groups of earlier reads, so that the group on the screen stays when newer ones come.
-            found = [*found, *(old for old in self._groups if not any(_same(old, each) for each in found))][:MOST_HELD]
+            names = set(map(_name, found))
+            found = [*found, *(old for old in self._groups if _name(old) not in names)][:MOST_HELD]
         self._groups = found
-        self._at = next((at for at, each in enumerate(found) if shown is not None and _same(each, shown)), 0)
+        self._at = next((at for at, each in enumerate(found) if shown is not None and _name(each) == _name(shown)), 0)
         if not found:
             folder = self._run_dir / FOLDER if self._run_dir is not None else ""
             kind = f"{choice.kind} " if choice.kind else ""
             self.show_title(f"samples {kind.strip() or 'all kinds'}")
             words = problem or f"no {kind}group in {folder} so far"
             self._page.show(text(words, "dim", wraps=True))
-        elif shown is None or not _same(found[self._at], shown):
-            self._draw()
         else:
-            self._draw_title()
+            self._draw()
 
     # --- drawing ---
 
     def _draw(self) -> None:
-        self._draw_title()
-        self._page.show(laid_out(self._groups[self._at]))
-
-    def _draw_title(self) -> None:
         more = "+" if len(self._groups) >= self._count else ""
         self.show_title(f"samples {self._at + 1} of {len(self._groups)}{more}, {self._choice.kind or 'all kinds'}")
+        self._page.show(laid_out(self._groups[self._at]))
 
     # --- keys ---
 
@@ -124,8 +120,8 @@ class SamplesScreen(PageScreen):
         self._read()
 
 
-def _same(one: SampleGroup, other: SampleGroup) -> bool:
-    return (one.kind, one.step, one.uid, one.start) == (other.kind, other.step, other.uid, other.start)
+def _name(group: SampleGroup) -> tuple[object, ...]:
+    return group.kind, group.step, group.uid, group.start
 
 
 def laid_out(group: SampleGroup) -> Group:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import pairwise
 
 from asyncrl.messages.monitor import ENDING, OVER, ActorView, Interval, Resource, RunView, Shares, Snapshot
 from asyncrl.observe.catalogue import edges_of
@@ -61,12 +61,6 @@ def time_mean(moments: Sequence[tuple[float, float | None]]) -> float | None:
     if whole <= 0.0:
         return mean(level for _, level in known)
     return sum((later - at) * (level + then) / 2 for (at, level), (later, then) in pairwise(known)) / whole
-
-
-def median(values: Iterable[float | None]) -> float | None:
-    """Median of the known values; None without any."""
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
 
 
 # --- actors ---
@@ -156,53 +150,42 @@ class Moment:
 
 
 class History:
-    """The newest snapshots of one run, oldest first: all of the last RATES_S, and fewer of the time before."""
+    """The newest snapshots of one run, oldest first: all of the last RATES_S, and about KEPT of ``window_s``."""
 
     def __init__(self) -> None:
-        self._earlier: deque[Moment] = deque()
-        """Moments before ``_latest``, thinned out, back to the begin of the window."""
-        self._latest: deque[Moment] = deque()
-        """Moments of the last RATES_S, and the one before them."""
+        self._moments: list[Moment] = []
 
     def add(self, snapshot: Snapshot) -> None:
         """Add a snapshot. A snapshot of the same age replaces the newest one. A younger snapshot, or one of another run
         or attempt, starts a new history."""
-        if self._latest:
-            last = self._latest[-1].snapshot
-            same = (last.run.run_id, last.run.attempt) == (snapshot.run.run_id, snapshot.run.attempt)
-            if not same or snapshot.run.age_s < last.run.age_s:
-                self._earlier.clear()
-                self._latest.clear()
-            elif snapshot.run.age_s == last.run.age_s:
-                self._latest.pop()
-        window = self.window_s(snapshot)
-        self._latest.append(Moment(snapshot, levels_of(snapshot)))
-        while len(self._latest) > 1 and self._latest[1].age_s <= snapshot.run.age_s - RATES_S:
-            moment = self._latest.popleft()
-            # Thin the earlier moments: drop the last one if its two neighbours are close together.
-            if len(self._earlier) > 1 and moment.age_s - self._earlier[-2].age_s < 2 * window / KEPT:
-                self._earlier.pop()
-            self._earlier.append(moment)
-        # One moment before the window stays, so that the moments cover the whole window.
-        while len(self._earlier) > 1 and self._earlier[1].age_s <= snapshot.run.age_s - window:
-            self._earlier.popleft()
+        now, last = snapshot.run, self.newest.run if self.newest is not None else None
+        if last is None or (last.run_id, last.attempt) != (now.run_id, now.attempt) or now.age_s < last.age_s:
+            self._moments = []
+        found, window = [*self._moments, Moment(snapshot, levels_of(snapshot))], self.window_s(snapshot)
+        self._moments = []
+        # The last moment before the window, and the last before RATES_S, stay: the moments cover the whole time.
+        for moment, later in pairwise(found):
+            apart = not self._moments or moment.age_s - self._moments[-1].age_s >= window / KEPT
+            passed = now.age_s - later.age_s
+            if moment.age_s < later.age_s and passed < window and (apart or passed < RATES_S):
+                self._moments.append(moment)
+        self._moments.append(found[-1])
 
     @staticmethod
     def window_s(snapshot: Snapshot) -> float:
         """Seconds that shares cover: at least STEPS steps, from SHORTEST_S to LONGEST_S; SHORTEST_S before any step."""
-        step_s = median(number_in(line, "time/step_s") for line in snapshot.train[-STEPS:])
-        if step_s is None or step_s <= 0.0:
-            return SHORTEST_S
-        return min(LONGEST_S, step_s * max(STEPS, math.ceil(SHORTEST_S / step_s)))
+        durations = [each for line in snapshot.train[-STEPS:] if (each := number_in(line, "time/step_s")) is not None]
+        step_s = statistics.median(durations) if durations else 0.0
+        return min(LONGEST_S, step_s * max(STEPS, math.ceil(SHORTEST_S / step_s))) if step_s > 0.0 else SHORTEST_S
 
     @property
     def newest(self) -> Snapshot | None:
         """The newest snapshot; None before the first."""
-        return self._latest[-1].snapshot if self._latest else None
+        return self._moments[-1].snapshot if self._moments else None
 
     def recent(self) -> Interval:
         """The interval of the last RATES_S, for rates."""
-        return Interval(self._back(RATES_S)[0].snapshot, self._latest[-1].snapshot)
+        return Interval(self._back(RATES_S)[0].snapshot, self._moments[-1].snapshot)
 
     def steps(self) -> Interval | None:
         """The interval of ``window``, for shares of time; None with a single snapshot."""
@@ -214,28 +197,19 @@ class History:
 
         If at least two of the moments belong to the present learner, the others are left out.
         """
-        found = self._back(self.window_s(self._latest[-1].snapshot))
-        stepping = self._of_present_learner(found)
+        found = self._back(self.window_s(self._moments[-1].snapshot))
+        stepping = of_present_learner(found)
         return stepping if len(stepping) > 1 else found
-
-    def stepping_s(self) -> float:
-        """Seconds of ``window`` in which the present learner has trained steps; the whole window before the first."""
-        stepping = self._of_present_learner(self.window())
-        return stepping[-1].age_s - stepping[0].age_s
-
-    @staticmethod
-    def _of_present_learner(moments: list[Moment]) -> list[Moment]:
-        """The moments whose newest step was trained by the present learner."""
-        return [each for each in moments if each.learner == moments[-1].learner]
 
     def _back(self, seconds: float) -> list[Moment]:
         """The moments of the last ``seconds``, oldest first, and the one before them."""
-        found: list[Moment] = []
-        for each in chain(reversed(self._latest), reversed(self._earlier)):
-            found.append(each)
-            if each.age_s <= self._latest[-1].age_s - seconds:
-                break
-        return found[::-1]
+        begin_s = self._moments[-1].age_s - seconds
+        return self._moments[max(0, bisect_right(self._moments, begin_s, key=lambda each: each.age_s) - 1) :]
+
+
+def of_present_learner(moments: list[Moment]) -> list[Moment]:
+    """The moments whose newest step was trained by the present learner."""
+    return [each for each in moments if each.learner == moments[-1].learner]
 
 
 # --- the newest snapshot ---
@@ -257,7 +231,6 @@ class SnapshotView:
         """Interval for shares."""
         self.window_s = 0.0 if steps is None else steps.seconds
         """Seconds of ``steps``; 0 if shares cover the time since each start."""
-        self._stepping_s = history.stepping_s()
         self._window = history.window()
         """Moments over which the verdict takes the means of levels."""
         self._by_role: dict[str, list[ActorView]] = {}
@@ -285,21 +258,6 @@ class SnapshotView:
         source = next(iter(actor.resources), actor)
         return (self.condition(actor), "", "") if is_gone(actor) else (actor.condition, source.state, source.awaiting)
 
-    @cached_property
-    def down(self) -> list[str]:
-        """Actors of a running run that do not serve, with the reason; empty during a stall, whose report names them."""
-        if self.run.phase != "running" or self.run.stalled:
-            return []
-        found = []
-        for actor in self.actors:
-            if actor.condition in ("dead", "condemned", "silent"):
-                found.append(f"{actor.name} ({actor.condition})")
-            elif actor.condition == "starting" and actor.restarts:
-                found.append(f"{actor.name} (starting again)")
-            elif actor.condition == "ready" and any(resource.state == "restarting" for resource in actor.resources):
-                found.append(f"{actor.name} (engine restarting)")
-        return found
-
     # --- metrics ---
 
     def level(self, role: str, name: str) -> float | None:
@@ -323,8 +281,7 @@ class SnapshotView:
         counts, whole = [0] * (len(edges_of(name)) + 1), 0.0
         for actor in self.of(role):
             seen = self.steps.histogram(actor, name)
-            # A pool of another release may have other buckets.
-            if seen is not None and len(seen.counts) == len(counts):
+            if seen is not None:
                 counts = [one + other for one, other in zip(counts, seen.counts, strict=True)]
                 whole += seen.sum
         return counts, whole
@@ -361,13 +318,6 @@ class SnapshotView:
         gauge = total(actor.metrics.get(name) for actor in self.of("learner")[:1])
         return self.number(name) if gauge is None else gauge
 
-    @cached_property
-    def eta_s(self) -> float | None:
-        """Seconds until the last step; None if the run does not train."""
-        step_s, left = self.step_mean("time/step_s"), self.run.steps - self.run.step
-        trains = self.run.phase == "running" and not self.run.stalled and left > 0
-        return left * step_s if step_s is not None and trains else None
-
     # --- the pipeline ---
 
     @cached_property
@@ -379,23 +329,21 @@ class SnapshotView:
     @cached_property
     def behind(self) -> tuple[int, int] | None:
         """(replicas behind the newest version, all replicas that serve one); None without any."""
-        lags = [lag for actor in self.of("rollouter") if (lag := self.lag(actor)) is not None]
+        lags = [lag for actor in self.of("rollouter") if (lag := versions_behind(self.run, actor)) is not None]
         return (sum(lag > 0 for lag in lags), len(lags)) if lags else None
-
-    def lag(self, actor: ActorView) -> int | None:
-        """Versions that a rollouter is behind."""
-        return versions_behind(self.run, actor)
 
     @cached_property
     def bottleneck(self) -> Verdict:
         """The verdict on the bottleneck. It uses means over the window, because levels swing with each step."""
         run, outstanding = self.run, self.level("dataloader", "tickets/outstanding") or 0.0
+        # The time in which the present learner has trained steps; the whole window before the first step.
+        begin, *_ = stepping = of_present_learner(self._window)
         gate = [moment.levels["gate"] for moment in self._window]
         stages = {name for moment in self._window for name in moment.levels if name.startswith(AT)}
         return find_bottleneck(
             Flow(
                 running=run.phase == "running" and not run.stalled,
-                window_s=self._stepping_s if self.steps.seconds else run.age_s,
+                window_s=stepping[-1].age_s - begin.age_s if self.steps.seconds else run.age_s,
                 rollouters=self.shares(self.of("rollouter")),
                 reward=self.shares(self.of("reward")),
                 learner=self.learner_shares,

@@ -1,31 +1,19 @@
-"""The widgets of asyncrl-top: an ASCII filter, scrolling lines, panes with a table and cursor, screens with a page."""
+"""The widgets of asyncrl-top: scrolling lines, panes with a table and cursor, screens with a page."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import ClassVar
 
-from rich.cells import set_cell_size
 from rich.console import Group, RenderableType
-from rich.segment import Segment
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.color import Color
 from textual.containers import Vertical, VerticalScroll
-from textual.events import Resize
-from textual.filter import LineFilter
 from textual.screen import Screen
 from textual.widgets import DataTable, Static
 
-from asyncrl.top.draw import Facts, Pane, Row, Table, lines, text, to_ascii
-
-
-class InAscii(LineFilter):
-    """Changes all that is drawn for a terminal that knows only ASCII."""
-
-    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
-        return [Segment(set_cell_size(to_ascii(each.text), each.cell_length), each.style) for each in segments]
+from asyncrl.top.draw import Pane, Row, Table, joined, text
 
 
 class Lines(VerticalScroll):
@@ -52,12 +40,14 @@ class Rows(DataTable[Text]):
         Binding("j", "cursor_down", show=False),
         Binding("home", "scroll_top", show=False),
         Binding("end", "scroll_bottom", show=False),
+        Binding("shift+left", "scroll_left", show=False),
+        Binding("shift+right", "scroll_right", show=False),
     ]
 
     def __init__(self) -> None:
-        super().__init__(cursor_type="row", cell_padding=0, show_cursor=False)
+        super().__init__(cursor_type="row", cell_padding=0, show_cursor=False, fixed_columns=1)
         self._shown: list[Row] = []
-        self._laid: list[tuple[int, Text, int]] = []
+        self._laid: list[tuple[Text, int]] = []
 
     @property
     def chosen(self) -> str:
@@ -65,22 +55,22 @@ class Rows(DataTable[Text]):
         # A key may have moved the cursor to -1 while there was no row.
         return self._shown[self.cursor_row].key if 0 <= self.cursor_row < len(self._shown) else ""
 
-    def show(self, table: Table, width: int) -> None:
+    def show(self, table: Table) -> None:
         """Show a table: make new columns if the layout has changed, else draw only the changed cells."""
-        chosen, laid = self.chosen, table.laid(width)
+        chosen, laid = self.chosen, table.laid()
         if laid != self._laid:
             self.clear(columns=True)
-            for _, title, cells in laid:
-                self.add_column(title, width=cells)
+            for title, width in laid:
+                self.add_column(title, width=width)
             self._laid, self._shown = laid, []
         old = self._shown
         for number, row in enumerate(table.rows):
             if number >= len(old):
-                self.add_row(*(row.cells[index] for index, _, _ in laid))
+                self.add_row(*row.cells)
                 continue
-            for at, (index, _, _) in enumerate(laid):
-                if row.cells[index] != old[number].cells[index]:
-                    self.update_cell_at((number, at), row.cells[index])  # type: ignore[arg-type]
+            for at, cell in enumerate(row.cells):
+                if cell != old[number].cells[at]:
+                    self.update_cell_at((number, at), cell)  # type: ignore[arg-type]
         for _ in old[len(table.rows) :]:
             self.remove_row(self.ordered_rows[-1].key)
         self._shown = list(table.rows)
@@ -100,25 +90,20 @@ class PaneView(Vertical):
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "choose", show=False)]
 
-    def __init__(self, name: str, choose: Callable[[str], None], draw: Callable[[], None]) -> None:
-        """``choose`` gets the actor of an entry; ``draw`` is called after a change of width."""
+    def __init__(self, name: str, choose: Callable[[str], None]) -> None:
+        """``choose`` gets the actor of an entry."""
         self._lines, self._rows, self._about = Lines(), Rows(), ""
         super().__init__(self._lines, self._rows, id=name, classes="pane")
-        self._choose, self._draw = choose, draw
+        self._choose = choose
 
-    def show(self, pane: Pane, *, tall: bool) -> None:
-        """Draw the pane. A ``tall`` one fills the room; another is as high as its content."""
+    def show(self, pane: Pane) -> None:
         self._about = pane.about
-        # The scrollbar takes a column.
-        table, width = pane.table if pane.table is not None and pane.table.rows else None, self.size.width - 1
         self._lines.show(*pane.head)
         self._lines.display = bool(pane.head)
-        self._rows.display = table is not None
-        self.set_class(table is None, "alone")
-        if table is not None:
-            self._rows.show(table, width)
-        below = len(table.rows) + 1 if table is not None else 0
-        self.styles.height = None if tall else 2 + len(lines(Group(*pane.head), width)) + below
+        self._rows.display = pane.table is not None and bool(pane.table.rows)
+        self.set_class(not self._rows.display, "alone")
+        if pane.table is not None:
+            self._rows.show(pane.table)
 
     def focus_entries(self) -> None:
         """Let keys go to what scrolls."""
@@ -133,17 +118,13 @@ class PaneView(Vertical):
         event.stop()
         self.action_choose()
 
-    def on_resize(self, event: Resize) -> None:
-        """The columns of the table depend on the width."""
-        self.call_after_refresh(self._draw)
-
 
 class PageScreen(Screen[None]):
     """A screen with a title and lines that scroll; escape leads back."""
 
     CSS = """
     #name { height: 1; background: #252b37; padding: 0 1; }
-    #page { height: 1fr; padding: 0 0 0 1; }
+    #page { height: 1fr; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,backspace", "app.pop_screen", show=False),
@@ -163,4 +144,4 @@ class PageScreen(Screen[None]):
         yield self._page
 
     def show_title(self, title: str) -> None:
-        self._head.update(Facts(text(title, "bold"), text(self.keys, "dim")))
+        self._head.update(joined(text(title, "bold"), text(self.keys, "dim")))

@@ -9,8 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
-from rich.segment import Segment
-from textual.color import Color
 from top.pictures import Run
 
 from asyncrl.cli import top as command
@@ -23,7 +21,6 @@ from asyncrl.top.detail import detail
 from asyncrl.top.draw import lines
 from asyncrl.top.draw import text as styled
 from asyncrl.top.view import SnapshotView
-from asyncrl.top.widgets import InAscii
 
 EVIL = "\x1b]0;PWNED\x07\x1b[2J\x9b2J\x85\x7f\u202emoc\u2066\u2028\ufeff"
 WRITTEN = st.text(st.sampled_from("ab 字é\u0301👍\u200d\ufe0f\x1b\x07\x9b\u202e\u2069\t\n\ud800…─"), max_size=40)
@@ -68,8 +65,6 @@ def test_a_line_takes_exactly_the_given_cells(text, width):
     (line,) = lines(styled(text, "dim") + styled("tail"), width)
     assert line.cell_len == cell_len(line.plain) == width
     assert not controls(line.plain, keep="")
-    (converted,) = InAscii().apply([Segment(line.plain)], Color(0, 0, 0))
-    assert converted.cell_length == width and converted.text.isascii()
 
 
 @pytest.fixture

@@ -27,9 +27,9 @@ def text_of(app):
 
 
 @asynccontextmanager
-async def shown(source, size="80x24", **options):
+async def shown(source, size="80x24"):
     """The app with what drives it."""
-    app = Top(source, **options)
+    app = Top(source)
     async with app.run_test(size=SIZES[size], notifications=True) as pilot:
         await settled(pilot)
         yield app, pilot

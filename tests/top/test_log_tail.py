@@ -1,6 +1,7 @@
 """The end of a log, now and at an earlier moment."""
 
 import json
+import math
 from datetime import UTC, datetime
 
 import pytest
@@ -22,7 +23,7 @@ def written(tmp_path):
         path = tmp_path / "logs" / "attempt_1" / "learner-0.log"
         path.parent.mkdir(parents=True)
         path.write_text("".join(f"{each}\n" for each in lines))
-        return lambda until=None: last_lines(tmp_path, 1, "learner/0", until)
+        return lambda until=math.inf: last_lines(tmp_path, 1, "learner/0", until)
 
     return write
 

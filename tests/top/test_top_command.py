@@ -66,7 +66,7 @@ def test_a_recording_is_printed_as_text_and_as_json(ended, tmp_path, monkeypatch
     assert shown == Run(phase="done", **WIDE).at(100), "--json prints the newest snapshot"
     ascii_alone = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([*TOP, "trial", *REPLAY], env=ascii_alone, capture_output=True, timeout=120, check=True)
-    assert b"step 50/100" in done.stdout and done.stdout.isascii()
+    assert b"step 50/100" in done.stdout and done.stdout.isascii(), "other characters are printed as escapes"
 
 
 def test_a_command_without_a_run_to_show_prints_the_reason_and_the_next_command(ended, tmp_path, complains):
@@ -213,7 +213,7 @@ def test_a_replay_in_a_real_terminal_that_changes_its_size(tmp_path):
     with Terminal(80, 24, [*TOP, str(run_dir), "--replay"], cwd=tmp_path, env={"TZ": "UTC"}) as terminal:
         terminal.until("1 rollouters  2 learner")
         terminal.resize(40, 10)
-        terminal.until("this terminal is 40×10")
+        terminal.until("Make this terminal larger")
         terminal.resize(200, 50)
         terminal.until("╭─ 6 ledger")
         # However far it has played by now: a step stops it, at its end too, and then it goes back to its beginning.

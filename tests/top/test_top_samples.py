@@ -121,7 +121,7 @@ async def test_a_replay_shows_the_groups_up_to_its_step(run_dir):
 async def test_a_long_group_scrolls_and_a_narrow_terminal_wraps_it(run_dir):
     words = " ".join(f"word{number}" for number in range(600))
     RecordFiles(run_dir, 1).samples(61, 61, [group("0-4", words, "short")])
-    async with shown(SnapshotSource(history=known(Run().between()), run_dir=run_dir), ascii_only=True) as (app, pilot):
+    async with shown(SnapshotSource(history=known(Run().between()), run_dir=run_dir)) as (app, pilot):
         await pilot.resize_terminal(60, 16)
         await pilot.press("c")
         await until(pilot, "word9 ")

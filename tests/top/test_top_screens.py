@@ -71,12 +71,6 @@ async def test_the_pane_of_episodes():
         await until(pilot, "1 rollouters")
 
 
-async def test_a_terminal_with_ascii_only():
-    async with shown(SnapshotSource(history=known(Run().between())), ascii_only=True) as (app, pilot):
-        assert text_of(app).isascii()
-        await compare("ascii-80x24", pilot)
-
-
 async def test_an_actor_in_detail_with_its_awaits_and_its_log(tmp_path):
     log = tmp_path / "logs" / "attempt_1" / "rollouter-2.log"
     log.parent.mkdir(parents=True)
