@@ -95,19 +95,18 @@ def _saturated(flow: Flow) -> Verdict | None:
     if _occupied(learner) >= SATURATED:
         if learner.get("weights", 0.0) > learner.get("work", 0.0):
             return Verdict(stage="weights", why=f"the learner publishes {_percent(learner['weights'])} of the time")
-        return Verdict(stage="learner", why=f"{_does(flow.learner)}{_others(flow, but='learner')}")
+        return _verdict(flow, "learner", _does(flow.learner))
     if flow.reward and _occupied(reward) >= SATURATED:
-        return Verdict(stage="reward", why=f"{_does(flow.reward)}{_others(flow, but='reward')}")
+        return _verdict(flow, "reward", _does(flow.reward))
     if found := _episodes(flow):
         return found
     if _occupied(rollouters) >= SATURATED:
         if rollouters.get("weights", 0.0) > rollouters.get("work", 0.0):
             why = f"engines are paused for them {_percent(rollouters['weights'])} of the time"
             return Verdict(stage="weights", why=f"{why}{_others(flow, but='rollouters')}")
-        return Verdict(stage="rollouters", why=f"{_does(flow.rollouters)}{_others(flow, but='rollouters')}")
+        return _verdict(flow, "rollouters", _does(flow.rollouters))
     if flow.dataloader_busy is not None and flow.dataloader_busy >= SATURATED:
-        why = f"its event loop is busy {_percent(flow.dataloader_busy)} of the time"
-        return Verdict(stage="dataloader", why=f"{why}{_others(flow, but='dataloader')}")
+        return _verdict(flow, "dataloader", f"its event loop is busy {_percent(flow.dataloader_busy)} of the time")
     return None
 
 
@@ -123,7 +122,7 @@ def _episodes(flow: Flow) -> Verdict | None:
     largest = max(with_user, key=lambda stage: with_user[stage])
     at = _STAGES_SAID.get(largest, f"in {largest}")
     why = f"{users:.0f} of {every:.0f} run their own code, {with_user[largest]:.0f} of them {at}"
-    return Verdict(stage="episodes", why=f"{why}{_others(flow, but='episodes')}")
+    return _verdict(flow, "episodes", why)
 
 
 NOT_USERS = frozenset({"queue", "engine", "paused", "score", "judge"})
@@ -145,7 +144,7 @@ def _unsaturated(flow: Flow) -> Verdict:
     at_reward, generating = flow.at_reward, flow.generating
     if at_reward is not None and generating is not None and at_reward > generating:
         why = f"{at_reward:.0f} of {at_reward + generating:.0f} trajectories are with it"
-        return Verdict(stage="reward", why=f"{why}{_others(flow, but='reward')}")
+        return _verdict(flow, "reward", why)
     # The rollouters and the learner are not busy, so the reason includes the waits of both.
     others = _others(flow, but="dataloader").removeprefix("; ")
     if flow.lag is not None and flow.lag >= 1.0:
@@ -166,6 +165,10 @@ def _does(shares: Mapping[str, float]) -> str:
     state = max((state for state in shares if kind_of(state) != "wait"), key=lambda state: shares[state])
     busy, largest = _percent(_occupied(by_kind(shares))), _percent(shares[state])
     return f"{state} {largest} of the time" if largest == busy else f"busy {busy} of the time ({state} {largest})"
+
+
+def _verdict(flow: Flow, stage: Literal["episodes", Stage], why: str) -> Verdict:
+    return Verdict(stage=stage, why=f"{why}{_others(flow, but=stage)}")
 
 
 def _others(flow: Flow, *, but: str) -> str:

@@ -54,7 +54,7 @@ BAR = 24
 
 def detail(view: SnapshotView, name: str, log: Sequence[str] | None) -> Group:
     """An actor. ``log`` are the last lines of its log file, oldest first; None if it cannot be read."""
-    actor = next((each for each in view.actors if each.name == name), None)
+    actor = next((each for each in view.snapshot.actors if each.name == name), None)
     if actor is None:
         return Group(text(f"{name} is not part of this run", "bad"))
     found = _facts(actor)
@@ -74,7 +74,7 @@ def detail(view: SnapshotView, name: str, log: Sequence[str] | None) -> Group:
     add("OPEN WAITS, the oldest first", *(waits or [text("none", "dim")]))
     if log is not None:
         add("LOG, its last lines", *(map(_log_line, log) if log else (text("none up to here", "dim"),)))
-    events = [event for event in view.events if (event.actor or CONTROLLER) == name][: -EVENTS_SHOWN - 1 : -1]
+    events = [event for event in view.snapshot.events if (event.actor or CONTROLLER) == name][: -EVENTS_SHOWN - 1 : -1]
     entries: list[RenderableType] = [
         _entry(time.strftime("%H:%M:%S", time.localtime(event.wall)), event.level, event.text, LONGEST_EVENT)
         for event in events
@@ -194,7 +194,7 @@ class DetailScreen(PageScreen):
     def _read_log(self) -> None:
         view, actor = self._view(), self._actor
         if view is not None and self._run_dir is not None:
-            self._log_until = view.wall if self._past else math.inf
+            self._log_until = view.snapshot.wall if self._past else math.inf
             log = last_lines(self._run_dir, view.run.attempt, actor, self._log_until)
             self.app.call_from_thread(self._take_log, actor, log)
 
@@ -207,15 +207,15 @@ class DetailScreen(PageScreen):
     def draw(self) -> None:
         self.show_title(self._actor)
         view = self._view()
-        if view is not None and self._past and view.wall != self._log_until:
-            self._log_until = view.wall
+        if view is not None and self._past and view.snapshot.wall != self._log_until:
+            self._log_until = view.snapshot.wall
             self._read_log()
         if view is not None:
             self._page.show(detail(view, self._actor, self._log))
 
     def action_other(self, by: int) -> None:
         view = self._view()
-        names = [actor.name for actor in view.actors] if view is not None else []
+        names = [actor.name for actor in view.snapshot.actors] if view is not None else []
         if self._actor in names:
             self._actor, self._log = names[(names.index(self._actor) + by) % len(names)], None
             self._page.scroll_home(animate=False)

@@ -354,12 +354,12 @@ def events(view: SnapshotView, choice: Choice) -> Pane:
     wanted = LEVELS[LEVELS.index(choice.level) :]
     shown = [
         event
-        for event in reversed(view.events)
+        for event in reversed(view.snapshot.events)
         if (event.level in wanted or event.level not in LEVELS) and choice.matches(event.actor, event.text, event.level)
     ]
     if not shown:
         return Pane([text("no events", "dim")], about=CONTROLLER)
-    found = _event_columns("%m-%d %H:%M:%S" if view.wall - shown[-1].wall > SAME_DAY_S else "%H:%M:%S")
+    found = _event_columns("%m-%d %H:%M:%S" if view.snapshot.wall - shown[-1].wall > SAME_DAY_S else "%H:%M:%S")
     return Pane(table=table_of(found, shown, lambda event: event.actor or CONTROLLER, newest_first=True))
 
 

@@ -74,7 +74,7 @@ def header(view: SnapshotView) -> Group:
         labelled("attempt", f"{run.attempt}") if run.attempt > 1 else text(""),
     )
     rates = joined(
-        labelled("tokens/s", count(view.tokens_per_s)),
+        labelled("tokens/s", count(view.rate("rollouter", "rollout/sampled_tokens"))),
         labelled("samples/s", rate(view.rate("rollouter", "rollout/trajectories"))),
         labelled("step", duration(step_s)),
         *_evaluations(view),
@@ -136,11 +136,12 @@ def stages(view: SnapshotView, wide: int = WIDEST) -> list[StageBox]:
     newest = level_bar(serving - behind if behind is not None and serving is not None else None, serving)
     version = text(f"version {run.version}" if run.version >= 0 else "none so far", "dim")
     leased, scored = rate_of("dataloader", "tickets/granted"), rate_of("reward", "reward/scored")
+    sampled = rate_of("rollouter", "rollout/sampled_tokens")
     spent = (view.shares(of("rollouter")), view.shares(of("reward")), view.learner_shares)
     engines, pools, rank = (_time(shares, wide) for shares in spent)
     return [
         StageBox("dataloader", of("dataloader"), leased, "groups", admitted, level_bar(outstanding, gate), limit),
-        StageBox("rollouters", of("rollouter"), view.tokens_per_s, "tokens", generating, *engines),
+        StageBox("rollouters", of("rollouter"), sampled, "tokens", generating, *engines),
         StageBox("reward", of("reward"), scored, "tasks", f"{count(at_reward)} in hand", *pools),
         StageBox("learner", of("learner"), trained, "groups", buffered, *rank),
         StageBox("weights", servers, updated, "updates", f"{count(behind)} behind", newest, version),
@@ -222,7 +223,7 @@ def verdict(view: SnapshotView) -> list[Text]:
 def down(view: SnapshotView) -> list[str]:
     """Actors of a running run that do not serve, with the reason; empty during a stall, whose report names them."""
     found = []
-    for actor in view.actors if view.run.phase == "running" and not view.run.stalled else ():
+    for actor in view.snapshot.actors if view.run.phase == "running" and not view.run.stalled else ():
         if actor.condition in ("dead", "condemned", "silent"):
             found.append(f"{actor.name} ({actor.condition})")
         elif actor.condition == "starting" and actor.restarts:

@@ -9,13 +9,11 @@ from __future__ import annotations
 import math
 import statistics
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import pairwise
 
 from asyncrl.messages.monitor import ENDING, OVER, ActorView, Interval, Resource, RunView, Shares, Snapshot
-from asyncrl.observe.catalogue import edges_of
 from asyncrl.observe.metrics_line import Line, number_in, without_first
 from asyncrl.top.bottleneck import Flow, Verdict, find_bottleneck
 
@@ -82,16 +80,6 @@ def version_of(actor: ActorView) -> int | None:
     return version if version >= 0 and not is_gone(actor) else None
 
 
-def living_in(snapshot: Snapshot, role: str) -> list[ActorView]:
-    """The actors of a role that are not gone."""
-    return [each for each in snapshot.actors if each.name.partition("/")[0] == role and not is_gone(each)]
-
-
-def level_of(actors: Iterable[ActorView], name: str) -> float | None:
-    """A gauge, added up over the actors."""
-    return total(actor.metrics.get(name) for actor in actors)
-
-
 def versions_behind(run: RunView, actor: ActorView) -> int | None:
     """Versions by which a rollouter's engine is behind the newest."""
     version = version_of(actor)
@@ -112,41 +100,53 @@ def family(actors: Iterable[ActorView], prefix: str) -> dict[str, float]:
 # --- history ---
 
 
-def levels_of(snapshot: Snapshot) -> dict[str, float | None]:
-    """The levels of one snapshot, by the fields of Flow (bottleneck.py); the verdict uses their means over time.
-
-    ``gate`` is outstanding groups divided by the groups that the gate admits. Open episodes are counted by stage,
-    under the names of their metrics.
-    """
-    rollouters, dataloaders = living_in(snapshot, "rollouter"), living_in(snapshot, "dataloader")
-    outstanding, gate = (level_of(dataloaders, f"tickets/{name}") for name in ("outstanding", "gate"))
-    stages = {name for actor in rollouters for name in actor.metrics if name.startswith(AT)}
-    return {
-        "dataloader_busy": total(actor.loop_busy for actor in dataloaders),
-        "generating": level_of(rollouters, "rollout/in_flight"),
-        "at_reward": level_of(rollouters, "rollout/scoring"),
-        "lag": mean(versions_behind(snapshot.run, actor) for actor in rollouters),
-        "gate": None if outstanding is None or not gate else outstanding / gate,
-        **{stage: level_of(rollouters, stage) for stage in stages},
-    }
-
-
-@dataclass(frozen=True, slots=True)
 class Moment:
-    """A snapshot with its levels."""
+    """A snapshot with its actors by role."""
 
-    snapshot: Snapshot
-    levels: Mapping[str, float | None]
-
-    @property
-    def age_s(self) -> float:
-        """Age of the run, by a monotonic clock."""
-        return self.snapshot.run.age_s
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot: Snapshot = snapshot
+        self.run: RunView = snapshot.run
+        self._by_role: dict[str, list[ActorView]] = {}
+        for actor in snapshot.actors:
+            self._by_role.setdefault(actor.name.partition("/")[0], []).append(actor)
 
     @property
     def learner(self) -> object:
         """Start of the learner that trained the newest step; None before the first step."""
         return self.snapshot.train[-1].get("start", 0) if self.snapshot.train else None
+
+    def of(self, role: str) -> list[ActorView]:
+        """All actors of a role."""
+        return self._by_role.get(role, [])
+
+    def living(self, role: str) -> list[ActorView]:
+        """The actors of a role that are not gone."""
+        return [actor for actor in self.of(role) if not is_gone(actor)]
+
+    def level(self, role: str, name: str) -> float | None:
+        """A gauge, added up over the actors of a role that are not gone."""
+        return total(actor.metrics.get(name) for actor in self.living(role))
+
+    @cached_property
+    def levels(self) -> dict[str, float | None]:
+        """Levels by the fields of Flow (bottleneck.py); the verdict uses their means over time.
+
+        ``gate`` is outstanding groups divided by the groups that the gate admits. Open episodes are counted by stage,
+        under the names of their metrics.
+        """
+        rollouters = self.living("rollouter")
+        outstanding, gate = (self.level("dataloader", f"tickets/{name}") for name in ("outstanding", "gate"))
+        return {
+            "dataloader_busy": total(actor.loop_busy for actor in self.living("dataloader")),
+            "generating": self.level("rollouter", "rollout/in_flight"),
+            "at_reward": self.level("rollouter", "rollout/scoring"),
+            "lag": mean(versions_behind(self.run, actor) for actor in rollouters),
+            "gate": None if outstanding is None or not gate else outstanding / gate,
+            **{
+                stage: self.level("rollouter", stage)
+                for stage in {name for actor in rollouters for name in actor.metrics if name.startswith(AT)}
+            },
+        }
 
 
 class History:
@@ -161,13 +161,13 @@ class History:
         now, last = snapshot.run, self.newest.run if self.newest is not None else None
         if last is None or (last.run_id, last.attempt) != (now.run_id, now.attempt) or now.age_s < last.age_s:
             self._moments = []
-        found, window = [*self._moments, Moment(snapshot, levels_of(snapshot))], self.window_s(snapshot)
+        found, window = [*self._moments, Moment(snapshot)], self.window_s(snapshot)
         self._moments = []
         # The last moment before the window, and the last before RATES_S, stay: the moments cover the whole time.
         for moment, later in pairwise(found):
-            apart = not self._moments or moment.age_s - self._moments[-1].age_s >= window / KEPT
-            passed = now.age_s - later.age_s
-            if moment.age_s < later.age_s and passed < window and (apart or passed < RATES_S):
+            apart = not self._moments or moment.run.age_s - self._moments[-1].run.age_s >= window / KEPT
+            passed = now.age_s - later.run.age_s
+            if moment.run.age_s < later.run.age_s and passed < window and (apart or passed < RATES_S):
                 self._moments.append(moment)
         self._moments.append(found[-1])
 
@@ -203,8 +203,8 @@ class History:
 
     def _back(self, seconds: float) -> list[Moment]:
         """The moments of the last ``seconds``, oldest first, and the one before them."""
-        begin_s = self._moments[-1].age_s - seconds
-        return self._moments[max(0, bisect_right(self._moments, begin_s, key=lambda each: each.age_s) - 1) :]
+        begin_s = self._moments[-1].run.age_s - seconds
+        return self._moments[max(0, bisect_right(self._moments, begin_s, key=lambda each: each.run.age_s) - 1) :]
 
 
 def of_present_learner(moments: list[Moment]) -> list[Moment]:
@@ -215,39 +215,21 @@ def of_present_learner(moments: list[Moment]) -> list[Moment]:
 # --- the newest snapshot ---
 
 
-class SnapshotView:
+class SnapshotView(Moment):
     """The newest snapshot of a history that is not empty, with its past."""
 
     def __init__(self, history: History) -> None:
-        assert history.newest is not None
-        steps = history.steps()
-        self.snapshot = history.newest
-        self.run: RunView = self.snapshot.run
-        self.wall: float = self.snapshot.wall
-        self.events, self.actors = self.snapshot.events, self.snapshot.actors
-        self.recent = history.recent()
-        """Interval for rates."""
-        self.steps = steps or Interval(None, self.snapshot)
-        """Interval for shares."""
-        self.window_s = 0.0 if steps is None else steps.seconds
-        """Seconds of ``steps``; 0 if shares cover the time since each start."""
         self._window = history.window()
         """Moments over which the verdict takes the means of levels."""
-        self._by_role: dict[str, list[ActorView]] = {}
-        for actor in self.actors:
-            self._by_role.setdefault(actor.name.partition("/")[0], []).append(actor)
+        super().__init__(self._window[-1].snapshot)
+        self.recent = history.recent()
+        """Interval for rates."""
+        self.steps = history.steps() or Interval(None, self.snapshot)
+        """Interval for shares; without an older snapshot shares cover the time since each start."""
         self.last: Line = self.snapshot.train[-1] if self.snapshot.train else {}
         """Line of the newest step; empty before the first."""
 
     # --- actors ---
-
-    def of(self, role: str) -> list[ActorView]:
-        """All actors of a role."""
-        return self._by_role.get(role, [])
-
-    def living(self, role: str) -> list[ActorView]:
-        """The actors of a role that are not gone."""
-        return [actor for actor in self.of(role) if not is_gone(actor)]
 
     def condition(self, actor: ActorView) -> str:
         """Condition in the snapshot; "ended" instead of "dead" if the run ends."""
@@ -259,10 +241,6 @@ class SnapshotView:
         return (self.condition(actor), "", "") if is_gone(actor) else (actor.condition, source.state, source.awaiting)
 
     # --- metrics ---
-
-    def level(self, role: str, name: str) -> float | None:
-        """A gauge, added up over the actors of a role that are not gone."""
-        return level_of(self.living(role), name)
 
     def counted(self, role: str, *names: str) -> float | None:
         """Counters, added up over the actors of a role."""
@@ -278,13 +256,9 @@ class SnapshotView:
 
     def histogram(self, role: str, name: str) -> tuple[list[int], float]:
         """Counts by bucket and the sum of all values that the histograms of a role took in the window."""
-        counts, whole = [0] * (len(edges_of(name)) + 1), 0.0
-        for actor in self.of(role):
-            seen = self.steps.histogram(actor, name)
-            if seen is not None:
-                counts = [one + other for one, other in zip(counts, seen.counts, strict=True)]
-                whole += seen.sum
-        return counts, whole
+        found = [each for actor in self.of(role) if (each := self.steps.histogram(actor, name)) is not None]
+        counts = [sum(bucket) for bucket in zip(*(each.counts for each in found), strict=True)]
+        return counts, sum(each.sum for each in found)
 
     def shares(self, actors: Iterable[ActorView]) -> Shares:
         """Shares of the time of all resources of these actors, by state; only of actors that are heard."""
@@ -297,11 +271,6 @@ class SnapshotView:
     def learner_shares(self) -> Shares:
         """Shares of rank 0: the other ranks follow it."""
         return self.shares(self.of("learner")[:1])
-
-    @cached_property
-    def tokens_per_s(self) -> float | None:
-        """Tokens sampled per second."""
-        return self.rate("rollouter", "rollout/sampled_tokens")
 
     # --- steps ---
 
@@ -336,28 +305,29 @@ class SnapshotView:
     def bottleneck(self) -> Verdict:
         """The verdict on the bottleneck. It uses means over the window, because levels swing with each step."""
         run, outstanding = self.run, self.level("dataloader", "tickets/outstanding") or 0.0
+        window = [(moment.run.age_s, moment.levels) for moment in self._window]
+        names = {name for _, levels in window for name in levels}
+        means = {name: time_mean([(at, levels.get(name)) for at, levels in window]) for name in names}
+        gate = [levels["gate"] for _, levels in window]
         # The time in which the present learner has trained steps; the whole window before the first step.
         begin, *_ = stepping = of_present_learner(self._window)
-        gate = [moment.levels["gate"] for moment in self._window]
-        stages = {name for moment in self._window for name in moment.levels if name.startswith(AT)}
         return find_bottleneck(
             Flow(
                 running=run.phase == "running" and not run.stalled,
-                window_s=stepping[-1].age_s - begin.age_s if self.steps.seconds else run.age_s,
+                window_s=stepping[-1].run.age_s - begin.run.age_s if self.steps.seconds else run.age_s,
                 rollouters=self.shares(self.of("rollouter")),
                 reward=self.shares(self.of("reward")),
                 learner=self.learner_shares,
-                dataloader_busy=self._mean_level("dataloader_busy"),
-                generating=self._mean_level("generating"),
-                at_reward=self._mean_level("at_reward"),
-                lag=self._mean_level("lag"),
+                dataloader_busy=means["dataloader_busy"],
+                generating=means["generating"],
+                at_reward=means["at_reward"],
+                lag=means["lag"],
                 # Open if the gate had much room at each moment; unknown if one moment is unknown.
                 gate_open=None if None in gate else max(share for share in gate if share is not None) < OPEN,
-                episodes={stage.removeprefix(AT): level for stage in stages if (level := self._mean_level(stage))},
+                episodes={
+                    name.removeprefix(AT): level for name, level in means.items() if name.startswith(AT) and level
+                },
                 # All prompts that are left to train are leased.
                 exhausted=run.steps > 0 and outstanding >= (run.steps - run.step) * run.groups_per_step,
             )
         )
-
-    def _mean_level(self, name: str) -> float | None:
-        return time_mean([(moment.age_s, moment.levels.get(name)) for moment in self._window])

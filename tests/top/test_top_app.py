@@ -370,7 +370,11 @@ def test_a_new_viewer_shows_the_last_minutes(tmp_path):
     whole = open_replay(tmp_path, lives=True)
     whole.jump(whole.end)
     (recent, known) = (SnapshotView(history) for history in (recent_history(tmp_path), whole.history()))
-    assert (recent.snapshot, recent.window_s, recent.bottleneck) == (known.snapshot, known.window_s, known.bottleneck)
+    assert (recent.snapshot, recent.steps.seconds, recent.bottleneck) == (
+        known.snapshot,
+        known.steps.seconds,
+        known.bottleneck,
+    )
     assert recent_history(tmp_path / "nowhere").newest is None
 
 

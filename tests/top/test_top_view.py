@@ -55,6 +55,11 @@ def seen(snapshots):
     return SnapshotView(known(snapshots))
 
 
+def sampled(view):
+    """Tokens sampled per second."""
+    return view.rate("rollouter", "rollout/sampled_tokens")
+
+
 def verdicts(snapshots):
     """The view after each of them."""
     history = History()
@@ -129,7 +134,7 @@ def test_the_start_of_a_run_is_not_its_bottleneck_after_the_first_step():
     assert any("starting" in said.why for said in before) and not any("starting" in said.why for said in stepping)
     assert (stepping[0].stage, stepping[0].why) == (None, "measuring")
     assert {said.stage for said in stepping[8:]} == {"gate"}
-    assert last.window_s == pytest.approx(8.0, abs=0.6)
+    assert last.steps.seconds == pytest.approx(8.0, abs=0.6)
 
 
 # --- numbers ---
@@ -154,7 +159,7 @@ def test_the_activity_of_a_silent_or_gone_actor_is_unknown():
     for number in range(4):
         last = with_actor(last, f"rollouter/{number}", condition="silent")
     view = seen([*before, last])
-    assert view.bottleneck.stage != "rollouters" and view.tokens_per_s is None
+    assert view.bottleneck.stage != "rollouters" and sampled(view) is None
     assert set(cells("rollouters", view, "state").values()) == {"silent"}
     assert set(cells("rollouters", view, "tok/s").values()) == {"–"}
     assert set(cells("rollouters", view, "time").values()) == {""}
@@ -170,7 +175,7 @@ def test_the_last_activity_of_an_ended_run_is_not_shown_as_current():
     last = Run(phase="done", exit_code=130, reason="stopped by the launcher").at(100.0)
     dead = [replace(actor, condition="dead") for actor in last.actors]
     view = seen([*Run().between()[:-1], replace(last, actors=dead)])
-    assert (view.tokens_per_s, view.rate("rollouter", "rollout/trajectories")) == (None, None)
+    assert (sampled(view), view.rate("rollouter", "rollout/trajectories")) == (None, None)
     assert all((box.rate, box.alive) == (None, 0) for box in stages(view))
     assert [box.inside for box in stages(view)] == ["gate –/–", "– in flight", "– in hand", "–/64 groups", "– behind"]
     assert {*cells("rollouters", view, "state").values(), *cells("learner", view, "state").values()} == {"ended"}
@@ -274,7 +279,7 @@ def test_rates_are_unknown_with_one_snapshot():
     metrics = {"rollout/in_flight": 0.0, "rollout/oldest_s": 0.0}
     view = seen([with_actor(Run().at(100.0), "rollouter/0", metrics=metrics)])
     assert cells("rollouters", view, "oldest")["rollouter/0"] == "–", "nothing in flight has no age"
-    assert (view.window_s, view.tokens_per_s) == (0, None)
+    assert (view.steps.seconds, sampled(view)) == (0, None)
     assert stages(view)[1].last.plain == "86% generating", "shares are of whole lives"
 
 
@@ -473,7 +478,7 @@ def test_a_history_is_bounded_and_long_enough_and_restarts_with_a_new_attempt():
     assert history.steps().seconds == pytest.approx(4 * 30.0, rel=0.1)
     assert history.recent().seconds == pytest.approx(10.0, abs=0.5)
     history.add(Run().at(3.0))
-    assert history.steps() is None and SnapshotView(history).tokens_per_s is None
+    assert history.steps() is None and sampled(SnapshotView(history)) is None
 
 
 @pytest.mark.parametrize("every_s", [0.5, 2.0])
