@@ -7,10 +7,13 @@ instead.
 from __future__ import annotations
 
 import contextlib
+import socket
 from pathlib import Path
 
 PROGRAM = "asyncrl-top"
 RUNS = "runs"
+CONNECT_S = 4.0
+"""Longest wait for a connection."""
 
 
 def run_folder(run: str | None, flag: str) -> Path:
@@ -87,8 +90,25 @@ def live_run_place(run: str | None) -> str:
 def must_be_reachable(address: str) -> None:
     """Require that the address accepts connections. Raises ActorFailed, so that a wrong address is reported at once."""
     from asyncrl.core.errors import ActorFailed
-    from asyncrl.top.client import why_unreachable
 
     if why := why_unreachable(address):
         hint = "that run has ended, or it is at another address, see RUN/private/controller.json on its head"
         raise ActorFailed("controller/0", f"{address}: {why}; {hint}")
+
+
+def why_unreachable(address: str) -> str:
+    """Reason that an address cannot be connected to; empty if it can. Blocks for at most about CONNECT_S."""
+    from asyncrl.top.client import split_address
+
+    host, port = split_address(address)
+    try:
+        with socket.create_connection((host, port), timeout=CONNECT_S):
+            return ""
+    except socket.gaierror as error:
+        return f"the host {host} is unknown here ({error.strerror})"
+    except UnicodeError:
+        return f"{host} is not a valid host name"
+    except TimeoutError:
+        return f"no connection within {CONNECT_S:g} s: the host is down, or a firewall blocks the port"
+    except OSError as error:
+        return f"nothing listens there ({error.strerror})"

@@ -18,6 +18,8 @@ from asyncrl.messages.monitor import ActorView, Shares
 from asyncrl.observe.catalogue import edges_of, quantile
 from asyncrl.top.bottleneck import by_kind
 from asyncrl.top.draw import (
+    PROBLEMS,
+    THERE,
     Choice,
     Column,
     Pane,
@@ -25,8 +27,6 @@ from asyncrl.top.draw import (
     Style,
     Table,
     grid_of,
-    is_problem,
-    is_there,
     joined,
     labelled,
     level_bar,
@@ -38,7 +38,7 @@ from asyncrl.top.draw import (
     text,
     warn_style,
 )
-from asyncrl.top.view import AT, UNHEARD, SnapshotView, family, is_gone, mean, now, total, version_of, versions_behind
+from asyncrl.top.view import AT, UNHEARD, SnapshotView, family, is_gone, mean, total, version_of, versions_behind
 
 BAR = 8
 """Cells of a bar in a table."""
@@ -65,15 +65,10 @@ class ActorRow(NamedTuple):
         """Words for the state."""
         return state_text(*self.view.state(self.actor))
 
-    @property
-    def number(self) -> int:
-        """The number in ROLE/INDEX."""
-        return int(self.actor.name.partition("/")[2])
-
     def name(self, role: str = "") -> Text:
         """The actor's name; of ``role`` with the first letter alone."""
         name = self.actor.name.replace(f"{role}/", f"{role[0]}/") if role else self.actor.name
-        return text(name, "bad" if is_problem(self.condition) else "")
+        return text(name, "bad" if self.condition in PROBLEMS else "")
 
     def there(self, value: float | None) -> float | None:
         """The value, unless the actor is gone."""
@@ -84,95 +79,81 @@ class ActorRow(NamedTuple):
         return self.actor.metrics.get(name)
 
 
+def rows_of(view: SnapshotView, role: str, choice: Choice) -> list[ActorRow]:
+    """The actors of a role that the choice shows, in their order."""
+    rows = [ActorRow(view, actor) for actor in view.of(role)]
+    words = [(each.actor.name, each.name(role).plain, each.actor.host, *view.state(each.actor)[:2]) for each in rows]
+    return [each for each, texts in zip(rows, words, strict=True) if choice.matches(*texts)]
+
+
 HOST = Column(title="host", cell=lambda entry: text(entry.actor.host, "dim"), value=lambda entry: entry.actor.host)
+
+
+def _counted(*names: str) -> Callable[[ActorRow], float | None]:
+    return lambda entry: total(map(entry.metric, names))
 
 
 def gauge(name: str) -> Callable[[ActorRow], float | None]:
     """The value of a gauge; None if the actor is gone."""
-    return lambda entry: now(entry.actor, name)
+    return lambda entry: entry.there(entry.metric(name))
 
 
 # --- rollouters ---
+
+
+def _drift(title: str, name: str, otherwise: Style = "") -> Column:
+    """A drift in nats. An update with a drift of drift.warn or more stands out."""
+
+    def cell(entry: ActorRow) -> Text:
+        return text(fixed(value(entry), 3), warn_style(entry.metric("rollout/drift_warnings"), otherwise))
+
+    value = gauge(name)
+    return Column(title=title, cell=cell, value=value, right=True, width=6)
 
 
 def _restarts(entry: ActorRow) -> float:
     return entry.actor.restarts + (entry.metric("rollout/engine_restarts") or 0.0)
 
 
-def _oldest(entry: ActorRow) -> float | None:
-    return now(entry.actor, "rollout/oldest_s") if now(entry.actor, "rollout/in_flight") else None
-
-
-def _lag(entry: ActorRow) -> int | None:
-    return versions_behind(entry.view.run, entry.actor)
-
-
-def _drift_style(entry: ActorRow, otherwise: Style = "") -> Style:
-    """An update with a drift of drift.warn or more stands out."""
-    return warn_style(entry.metric("rollout/drift_warnings"), otherwise)
-
-
-def _three_digits(value: float | None) -> str:
-    return fixed(value, 3)
+def _state(entry: ActorRow) -> str:
+    return entry.view.state(entry.actor)[1]
 
 
 ROLLOUTERS = (
-    Column(title="rollouter", cell=lambda entry: entry.name("rollouter"), value=lambda entry: entry.number, width=9),
     Column(
-        title="state", cell=lambda entry: entry.state, value=lambda entry: entry.view.state(entry.actor)[1], width=10
+        title="rollouter",
+        cell=lambda entry: entry.name("rollouter"),
+        value=lambda entry: int(entry.actor.name.partition("/")[2]),
+        width=9,
     ),
+    Column(title="state", cell=lambda entry: entry.state, value=_state, width=10),
     Column(title="time", cell=lambda entry: entry.bar, width=BAR),
     number("flight", gauge("rollout/in_flight"), summed=True),
     number("wait", gauge("rollout/waiting"), summed=True),
     number("tok/s", lambda entry: entry.view.rate_of(entry.actor, "rollout/sampled_tokens"), summed=True),
-    number(
-        "KV",
-        gauge("rollout/kv_use"),
-        percent,
-        lambda entry: warn_style((now(entry.actor, "rollout/kv_use") or 0.0) > 0.95),
-        width=4,
-    ),
+    number("KV", gauge("rollout/kv_use"), percent, lambda share: warn_style(share > 0.95), width=4),
     number("v", lambda entry: version_of(entry.actor), width=3),
-    number("lag", _lag, style=lambda entry: warn_style((_lag(entry) or 0) > 1)),
-    number("rst", _restarts, style=lambda entry: warn_style(_restarts(entry), "dim")),
-    number("oldest", _oldest, duration),
+    number("lag", lambda entry: versions_behind(entry.view.run, entry.actor), style=lambda lag: warn_style(lag > 1)),
+    number("rst", _restarts, style=lambda times: warn_style(times, "dim")),
+    number("oldest", gauge("rollout/oldest_s"), lambda seconds: duration(seconds or None)),
     number("stall", gauge("weights/stall_s"), duration, width=6),
-    number("drift", gauge("rollout/drift"), _three_digits, _drift_style, width=6),
-    number(
-        "worst",
-        lambda entry: entry.metric("rollout/drift_largest"),
-        _three_digits,
-        partial(_drift_style, otherwise="dim"),
-        width=6,
-    ),
-    number("most", gauge("rollout/concurrency"), style=lambda entry: "dim", summed=True),
+    _drift("drift", "rollout/drift"),
+    _drift("worst", "rollout/drift_largest", "dim"),
+    number("most", gauge("rollout/concurrency"), style=lambda limit: "dim", summed=True),
     HOST,
 )
 SORTS = {column.title: column.value for column in ROLLOUTERS if column.value is not None}
-WORDS = ("rollouter", "host", "state")
-"""Columns that are sorted upwards at first; numbers downwards."""
 
 
 def rollouters(view: SnapshotView, choice: Choice) -> Pane:
     """A row for each rollouter. If rollouters of several hosts are sorted by host, each host has a heading."""
-    found = [ActorRow(view, actor) for actor in view.of("rollouter")]
-    chosen = [
-        entry
-        for entry in found
-        if choice.matches(
-            entry.actor.name,
-            entry.name("rollouter").plain,
-            entry.actor.host,
-            entry.condition,
-            view.state(entry.actor)[1],
-        )
-    ]
+    chosen = rows_of(view, "rollouter", choice)
     by_host = choice.sort == "host" and len({entry.actor.host for entry in chosen}) > 1
     rows: list[Row] = []
     for host, entries in groupby(_in_order(chosen, choice), key=lambda entry: entry.actor.host if by_host else ""):
         table = table_of(ROLLOUTERS, group := list(entries), lambda entry: entry.actor.name)
         rows += [*([_host_row(host, group)] if by_host else []), *table.rows]
-    words = f"no rollouter matches {choice.needle}" if found else "no rollouter is known so far"
+    words = f"no rollouter matches {choice.needle}" if view.of("rollouter") else "no rollouter is known so far"
     return Pane([] if rows else [text(words, "dim")], Table(ROLLOUTERS, rows))
 
 
@@ -180,25 +161,23 @@ def sorted_next(choice: Choice) -> Choice:
     """The choice, sorted by the next column: words upwards, numbers downwards."""
     titles = list(SORTS)
     sort = titles[(titles.index(choice.sort) + 1) % len(titles)]
-    return replace(choice, sort=sort, descending=sort not in WORDS)
+    return replace(choice, sort=sort, descending=sort not in ("rollouter", "state", "host"))
 
 
 def _in_order(entries: Sequence[ActorRow], choice: Choice) -> list[ActorRow]:
     """In the chosen order; unknown values come last."""
     value = SORTS[choice.sort]
-    valued = [(value(entry), entry) for entry in sorted(entries, key=lambda entry: entry.number)]
-    known = [each for each in valued if each[0] is not None]
-    known.sort(key=lambda each: each[0], reverse=choice.descending)
-    return [entry for _, entry in known] + [entry for found, entry in valued if found is None]
+    known = [entry for entry in entries if value(entry) is not None]
+    return sorted(known, key=value, reverse=choice.descending) + [each for each in entries if value(each) is None]
 
 
 def _host_row(host: str, entries: Sequence[ActorRow]) -> Row:
     """The heading of a host: how many of its rollouters can work, and the sums of the columns."""
     conditions = [entry.condition for entry in entries]
-    state = f"{sum(map(is_there, conditions))} of {len(entries)}"
+    state = f"{sum(each in THERE for each in conditions)} of {len(entries)}"
     cells = {
         "rollouter": text(host or "host unknown", "bold"),
-        "state": text(state, "bad" if any(map(is_problem, conditions)) else "dim"),
+        "state": text(state, "bad" if any(each in PROBLEMS for each in conditions) else "dim"),
     }
     for column in ROLLOUTERS:
         if column.summed and column.value is not None:
@@ -210,13 +189,9 @@ def _host_row(host: str, entries: Sequence[ActorRow]) -> Row:
 # --- episodes ---
 
 
-def _counted(*names: str) -> Callable[[ActorRow], float | None]:
-    return lambda entry: total(map(entry.metric, names))
-
-
 def _problems(title: str, value: Callable[[ActorRow], float | None], style: Style = "warn") -> Column:
     """A column of numbers that stand out if there are any."""
-    return number(title, value, style=lambda entry: style if value(entry) else "")
+    return number(title, value, style=lambda found: style if found else "")
 
 
 HOSTS = (
@@ -231,25 +206,23 @@ HOSTS = (
     number("tools", _counted("episodes/tool_calls")),
     _problems("errors", _counted("episodes/tool_errors", "episodes/tool_mistakes")),
     _problems("lost", _counted("episodes/workers_killed", "episodes/workers_died")),
-    number("rst", lambda entry: entry.actor.restarts, style=lambda entry: warn_style(entry.actor.restarts, "dim")),
+    number("rst", lambda entry: entry.actor.restarts, style=lambda times: warn_style(times, "dim")),
     HOST,
 )
 
 
 def episodes(view: SnapshotView, choice: Choice) -> Pane:
     """Open episodes by stage, how earlier ones ended, and a row for each host."""
-    hosts = view.of("episodes")
-    if not hosts:
+    if not view.of("episodes"):
         return Pane([text("each prompt has a single response: there are no episodes", "dim")])
-    chosen = [ActorRow(view, each) for each in hosts if choice.matches(each.name, each.host, view.condition(each))]
     at, shares = family(view.living("rollouter"), AT), _shares(view)
     names = sorted({*at, *shares}, key=lambda name: (-at.get(name, 0.0), -shares.get(name, 0.0), name))
-    head = [*_summary(view, {name: at[name] for name in names if name in at}), _stages(names, at, shares)]
-    return Pane(head if names else head[:-1], table_of(HOSTS, chosen, lambda entry: entry.actor.name))
+    head = [*_summary(view), *([_stages(names, at, shares)] if names else [])]
+    return Pane(head, table_of(HOSTS, rows_of(view, "episodes", choice), lambda entry: entry.actor.name))
 
 
-def _summary(view: SnapshotView, at: Mapping[str, float]) -> list[RenderableType]:
-    """Three lines: the open episodes, their turns and context, and how episodes ended."""
+def _summary(view: SnapshotView) -> list[RenderableType]:
+    """Two lines: the open episodes with their turns and context, and how episodes ended."""
     living, rollouters = view.living("rollouter"), view.of("rollouter")
     open_count = view.level("rollouter", "rollout/episodes")
     oldest = max((actor.metrics.get("rollout/episodes_oldest_s", 0.0) for actor in living), default=None)
@@ -258,11 +231,10 @@ def _summary(view: SnapshotView, at: Mapping[str, float]) -> list[RenderableType
     cost = mean(actor.metrics.get("rollout/cost_factor") for actor in rollouters)
     malformed = view.counted("rollouter", "rollout/malformed_calls")
     failed = family(rollouters, "rollout/episodes_failed/")
-    stages = ", ".join(f"{count(number)} {name}" for name, number in at.items())
-    words = f"{count(open_count)} episodes" + (f": {stages}" if stages else "")
     return [
-        joined(labelled("oldest", duration(oldest if open_count else None)), text(words, "bold")),
         joined(
+            text(f"{count(open_count)} episodes", "bold"),
+            labelled("oldest", duration(oldest if open_count else None)),
             labelled("turns", fixed(_mean(turns), 1)),
             labelled("p95", ABSENT if p95 is None else f"≤ {p95:g}" if p95 < float("inf") else "many"),
             labelled("context", f"{count(_mean(prompts))} tokens"),
@@ -292,16 +264,12 @@ def _shares(view: SnapshotView) -> Shares:
 
     Actors that are not heard (UNHEARD) are left out.
     """
-    spent: dict[str, float] = {}
-    for actor in view.of("rollouter"):
-        if actor.condition in UNHEARD:
-            continue
-        before = view.steps.before(actor)
-        earlier = family([before], "rollout/episode_s/") if before is not None else {}
-        for stage, seconds in family([actor], "rollout/episode_s/").items():
-            spent[stage] = spent.get(stage, 0.0) + max(0.0, seconds - earlier.get(stage, 0.0))
+    heard = [actor for actor in view.of("rollouter") if actor.condition not in UNHEARD]
+    earlier = family(filter(None, map(view.steps.before, heard)), "rollout/episode_s/")
+    found = family(heard, "rollout/episode_s/")
+    spent = {stage: seconds - earlier.get(stage, 0.0) for stage, seconds in found.items()}
     whole = sum(spent.values())
-    return {stage: seconds / whole for stage, seconds in spent.items() if seconds > 0} if whole > 0 else {}
+    return {stage: seconds / whole for stage, seconds in spent.items() if seconds > 0}
 
 
 def _stages(names: Sequence[str], at: Mapping[str, float], shares: Shares) -> Grid:

@@ -19,6 +19,7 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.events import Key
+from textual.theme import Theme
 from textual.widgets import Input, Static
 
 from asyncrl.core.errors import AsyncRLError
@@ -43,6 +44,9 @@ NOTE_S = 8.0
 WRITING_S = 60.0
 """Seconds for which the start of a trace is shown; its outcome comes earlier."""
 
+COLOURS = Theme(
+    "asyncrl", primary="#7aa2c4", foreground="#d5dae5", background="#1c2029", surface="#3d475c", panel="#252b37"
+)
 TOO_SMALL = """\
 needs 60×16, better 80×24. Make this terminal larger, or
 print everything once: asyncrl-top RUN --once
@@ -53,23 +57,20 @@ class Top(App[int]):
     """The application of the terminal; see the module."""
 
     CSS = """
-    Screen { background: #1c2029; color: #d5dae5; }
-    #header { height: 2; background: #252b37; padding: 0 1; }
+    #header, #tabs, #foot { background: $panel; }
+    #header { height: 2; padding: 0 1; }
     #pipeline { height: auto; min-height: 8; max-height: 12; padding: 1 1 0 1; }
     #time, #tabs, #foot { height: 1; padding: 0 1; }
-    #tabs, #foot { background: #252b37; }
-    #filter { height: 1; border: none; padding: 0 1; display: none; background: #313a4b; }
+    #filter { height: 1; border: none; padding: 0 1; display: none; }
     #body { height: 1fr; }
-    .lines, DataTable { scrollbar-size: 1 1; scrollbar-color: #3d475c; scrollbar-background: #1c2029;
-        background: #1c2029; }
+    .lines, DataTable { scrollbar-size: 1 1; background: $background; }
     .lines { scrollbar-size-horizontal: 0; scrollbar-gutter: stable; overflow-x: hidden; padding: 0 0 0 1; }
-    .lines:focus, DataTable:focus { background-tint: transparent; }
-    DataTable { height: 1fr; color: #d5dae5; }
-    DataTable > .datatable--header, DataTable:focus > .datatable--header {
-        background: #1c2029; background-tint: transparent; text-style: none; }
-    DataTable > .datatable--cursor, DataTable:focus > .datatable--cursor {
-        background: #1c2029; color: #d5dae5; text-style: reverse; }
-    DataTable > .datatable--hover, DataTable > .datatable--fixed { background: #1c2029; }
+    DataTable { height: 1fr; }
+    DataTable:focus { background-tint: transparent; }
+    DataTable > .datatable--header, DataTable > .datatable--fixed, DataTable > .datatable--hover {
+        background: $background; text-style: none; }
+    DataTable > .datatable--cursor, DataTable > .datatable--fixed-cursor, DataTable:focus > .datatable--cursor {
+        background: $background; color: $foreground; text-style: reverse; }
     .pane > .lines { height: auto; max-height: 70%; }
     .pane.alone > .lines { height: 1fr; max-height: 100%; }
     #left, #right, #pair, .pane { display: none; height: 1fr; width: 1fr; }
@@ -80,8 +81,8 @@ class Top(App[int]):
         #tabs { display: none; }
         #left, #right, #pair, .pane { display: block; }
         #right { width: 48%; min-width: 76; max-width: 96; }
-        .pane { border: round #3d475c; border-title-color: #aab3c5; }
-        .pane:focus-within { border: round #7aa2c4; border-title-color: #ffffff; }
+        .pane { border: round $surface; border-title-color: $foreground 70%; }
+        .pane:focus-within { border: round $primary; border-title-color: $foreground; }
         #rollouters { height: 2fr; }
         #learner, #staleness, #episodes { height: auto; }
         #learner DataTable, #episodes DataTable { scrollbar-size-horizontal: 0; }
@@ -92,7 +93,7 @@ class Top(App[int]):
         .pane.absent { display: none; }
     }
     .first.-slim, .first.-low {
-        & > * { display: none; }
+        & > *, #time { display: none; }
         & > #small { display: block; }
     }
     """
@@ -131,6 +132,8 @@ class Top(App[int]):
         super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)
         self.HORIZONTAL_BREAKPOINTS = [(0, "-slim"), (60, "-narrow"), (150, "-wide")]
         self.VERTICAL_BREAKPOINTS = [(0, "-low"), (16, "-short"), (40, "-high")]
+        self.register_theme(COLOURS)
+        self.theme = COLOURS.name
         self.source = source
         self.view: SnapshotView | None = None
         self.failure: AsyncRLError | None = None
@@ -361,8 +364,7 @@ class Top(App[int]):
             self.push_screen(SamplesScreen(self.source.run_dir, until=self._last_step))
 
     def _last_step(self) -> int | None:
-        past = self.source.replay is not None and self.view is not None
-        return self.view.run.step if past and self.view is not None else None
+        return self.view.run.step if self.source.replay is not None and self.view is not None else None
 
     def _show_actor(self, name: str) -> None:
         past = self.source.replay is not None

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -198,31 +197,9 @@ async def follow_folder(run_dir: Path, keys: Path | None, lives: Lives) -> Async
             await asyncio.sleep(AGAIN_S)
 
 
-# --- addresses ---
-
-CONNECT_S = 4.0
-"""Longest wait for a connection."""
-
-
 def split_address(address: str) -> tuple[str, int]:
     """Host and port of tcp://HOST:PORT or HOST:PORT. Raises ValueError."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
         raise ValueError(f"{address!r} is not HOST:PORT")
     return host.strip("[]"), int(port)
-
-
-def why_unreachable(address: str) -> str:
-    """Reason that an address cannot be connected to; empty if it can. Blocks for at most about CONNECT_S."""
-    host, port = split_address(address)
-    try:
-        with socket.create_connection((host, port), timeout=CONNECT_S):
-            return ""
-    except socket.gaierror as error:
-        return f"the host {host} is unknown here ({error.strerror})"
-    except UnicodeError:
-        return f"{host} is not a valid host name"
-    except TimeoutError:
-        return f"no connection within {CONNECT_S:g} s: the host is down, or a firewall blocks the port"
-    except OSError as error:
-        return f"nothing listens there ({error.strerror})"

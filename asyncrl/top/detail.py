@@ -9,6 +9,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, ClassVar
 
@@ -25,9 +26,9 @@ from asyncrl.messages.monitor import ActorView, Resource
 from asyncrl.top.bottleneck import by_kind, kind_of
 from asyncrl.top.draw import (
     BARS,
+    PROBLEMS,
     grid_of,
     in_columns,
-    is_problem,
     joined,
     labelled,
     state_bar,
@@ -45,9 +46,6 @@ LOG_BYTES = 16_384
 PROBE = 1 << 18
 """Bytes, at most, that are looked through for a line with a timestamp."""
 EVENTS_SHOWN = 20
-RESOURCES_SHOWN = 16
-LONGEST_ENTRY = 200
-"""Characters of a warning or an error in a log; anything else is one line."""
 BAR = 24
 """Cells of the bar of a resource's time."""
 
@@ -57,32 +55,27 @@ def detail(view: SnapshotView, name: str, log: Sequence[str] | None) -> Group:
     actor = next((each for each in view.snapshot.actors if each.name == name), None)
     if actor is None:
         return Group(text(f"{name} is not part of this run", "bad"))
-    found = _facts(actor)
-
-    def add(title: str, *parts: RenderableType) -> None:
-        found.extend([text(""), text(title, "bold"), *parts])
-
-    if actor.resources:
-        more = len(actor.resources) - RESOURCES_SHOWN
-        rest = [text(f"and {more} more", "dim")] if more > 0 else []
-        add("TIME, since its start", _times(actor.resources[:RESOURCES_SHOWN]), *rest)
     waits = [
-        text(f"{duration(wait.seconds):>8}  {wait.whom}  {wait.what}", "dim" if wait.idle else "")
-        + text("  (idle)" if wait.idle else "", "dim")
+        text(f"{duration(wait.seconds):>8}  {wait.whom}  {wait.what}{'  (idle)' if wait.idle else ''}")
         for wait in actor.waits
     ]
-    add("OPEN WAITS, the oldest first", *(waits or [text("none", "dim")]))
-    if log is not None:
-        add("LOG, its last lines", *(map(_log_line, log) if log else (text("none up to here", "dim"),)))
-    events = [event for event in view.snapshot.events if (event.actor or CONTROLLER) == name][: -EVENTS_SHOWN - 1 : -1]
-    entries: list[RenderableType] = [
-        _entry(time.strftime("%H:%M:%S", time.localtime(event.wall)), event.level, event.text, LONGEST_EVENT)
-        for event in events
+    events = [
+        _entry(time.strftime("%H:%M:%S", time.localtime(event.wall)), event.level, event.text)
+        for event in view.snapshot.events
+        if (event.actor or CONTROLLER) == name
     ]
-    add("EVENTS, the newest first", *(entries or [text("none", "dim")]))
-    if actor.metrics:
-        add("METRICS", in_columns({name: text(_number(name, value)) for name, value in sorted(actor.metrics.items())}))
-    return Group(*found)
+    metrics = {metric: text(_number(metric, value)) for metric, value in sorted(actor.metrics.items())}
+    sections: dict[str, Sequence[RenderableType]] = {
+        "OPEN WAITS, the oldest first": waits or [text("none", "dim")],
+        "LOG, its last lines": [*map(_log_line, log or ())] or [text("none up to here", "dim")],
+        "EVENTS, the newest first": events[: -EVENTS_SHOWN - 1 : -1] or [text("none", "dim")],
+        "TIME, since its start": [_times(actor.resources)] if actor.resources else [],
+        "METRICS": [in_columns(metrics)] if metrics else [],
+    }
+    if log is None:
+        del sections["LOG, its last lines"]
+    titled = ([text(""), text(title, "bold"), *parts] for title, parts in sections.items() if parts)
+    return Group(*_facts(actor), *chain.from_iterable(titled))
 
 
 def _facts(actor: ActorView) -> list[RenderableType]:
@@ -93,7 +86,7 @@ def _facts(actor: ActorView) -> list[RenderableType]:
     busy, late = (actor.loop_busy, actor.loop_lag_s) if is_present else (None, None)
     return [
         joined(
-            labelled("condition", actor.condition, "bad" if is_problem(actor.condition) else ""),
+            labelled("condition", actor.condition, "bad" if actor.condition in PROBLEMS else ""),
             labelled("state", f"{actor.state} {actor.awaiting}".strip() or ABSENT),
             labelled("for", duration(actor.state_s if has_state else None)),
             labelled("heard", f"{duration(actor.heard_s)} ago" if is_known else ABSENT, warn_style(actor.heard_s > 10)),
@@ -154,16 +147,13 @@ def _log_line(line: str) -> RenderableType:
         return text(line, wraps=True)
     level, at, event = (str(entry.pop(key, "")) for key in ("level", "timestamp", "event"))
     entry.pop("actor", None)
-    rest = " ".join(f"{key}={value}" for key, value in entry.items())
-    most = LONGEST_ENTRY if LEVEL_STYLES.get(level) in ("warn", "bad") else 0
-    return _entry(at[11:19], level, f"{event}  {rest}", most)
+    return _entry(at[11:19], level, f"{event} {' '.join(f'{key}={value}' for key, value in entry.items())}")
 
 
-def _entry(at: str, level: str, words: str, most: int) -> Grid:
-    """A text after its time and level: of at most ``most`` characters, or one line if that is 0."""
-    shown = text(" ".join(words.split()), LEVEL_STYLES.get(level, ""), wraps=most > 0)
-    if most:
-        shown.truncate(most, overflow="ellipsis")
+def _entry(at: str, level: str, words: str) -> Grid:
+    """A text after its time and level."""
+    shown = text(" ".join(words.split()), LEVEL_STYLES.get(level, ""), wraps=True)
+    shown.truncate(LONGEST_EVENT, overflow="ellipsis")
     return grid_of([[text(at, "dim"), text(level, "dim"), shown]], Column(width=8), Column(width=8), Column())
 
 

@@ -116,14 +116,9 @@ def level_bar(value: float | None, limit: float | None, style: Style = "level") 
 # --- states of actors ---
 
 
-def is_there(condition: str) -> bool:
-    """Whether an actor in this condition can work."""
-    return condition in ("ready", "starting", "silent")
-
-
-def is_problem(condition: str) -> bool:
-    """Whether this condition is a problem."""
-    return condition in ("condemned", "dead", "lost", "resting")
+THERE = ("ready", "starting", "silent")
+"""Conditions in which an actor can work."""
+PROBLEMS = ("condemned", "dead", "lost", "resting")
 
 
 def state_text(condition: str, state: str, awaiting: str) -> Text:
@@ -132,9 +127,8 @@ def state_text(condition: str, state: str, awaiting: str) -> Text:
         kind = kind_of(state)
         waits_for = awaiting.removeprefix("weights ") if kind in ("wait", "weights") else ""
         return text(f"{state} {waits_for}".rstrip(), "dim" if kind == "wait" else "" if kind == "work" else kind)
-    return text(
-        condition, "start" if condition in ("starting", "absent") else "bad" if is_problem(condition) else "dim"
-    )
+    begins, is_problem = condition in ("starting", "absent"), condition in PROBLEMS
+    return text(condition, "start" if begins else "bad" if is_problem else "dim")
 
 
 # --- tables ---
@@ -169,13 +163,14 @@ def number(
     title: str,
     value: Callable[[Any], float | None],
     show: Callable[[float | None], str] = count,
-    style: Callable[[Any], Style] = lambda entry: "",
+    style: Callable[[float], Style] = lambda value: "",
     **more: Any,
 ) -> Column:
     """Make a column of numbers: ``value`` reads that of an entry, ``show`` writes it, ``style`` gives its style."""
 
     def cell(entry: Any) -> Text:
-        return text(show(value(entry)), style(entry))
+        found = value(entry)
+        return text(show(found), style(found or 0.0))
 
     return Column(title=title, cell=cell, value=value, right=True, **more)
 

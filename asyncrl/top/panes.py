@@ -14,21 +14,14 @@ from rich.text import Text
 
 from asyncrl.core.numbers import ABSENT, count, duration, exact, fixed, percent, rate, size
 from asyncrl.messages.monitor import Event
+from asyncrl.observe import metrics_line
 from asyncrl.observe.catalogue import edges_of, quantile
-from asyncrl.observe.metrics_line import (
-    HIGH_TRUNCATION,
-    component_numbers,
-    eval_names,
-    eval_numbers,
-    number_in,
-    numbers_after,
-    pass_at_numbers,
-)
-from asyncrl.observe.metrics_line import Line as MetricsLine
-from asyncrl.top.actor_panes import BAR, HOST, ActorRow, episodes, rollouters
+from asyncrl.observe.metrics_line import number_in
+from asyncrl.top.actor_panes import BAR, HOST, ActorRow, episodes, rollouters, rows_of
 from asyncrl.top.bottleneck import by_kind
 from asyncrl.top.draw import (
     LEVELS,
+    THERE,
     Choice,
     Column,
     Pane,
@@ -36,7 +29,6 @@ from asyncrl.top.draw import (
     Style,
     grid_of,
     in_columns,
-    is_there,
     joined,
     labelled,
     level_bar,
@@ -58,7 +50,7 @@ LEVEL_STYLES: dict[str, Style] = {"info": "dim", "warning": "warn", "error": "ba
 
 
 def _gpu_memory(entry: ActorRow) -> Text:
-    gpus = entry.actor.gpus if is_there(entry.condition) else []
+    gpus = entry.actor.gpus if entry.condition in THERE else []
     used, whole = sum(gpu.memory_bytes for gpu in gpus), sum(gpu.memory_total_bytes for gpu in gpus)
     return text(f"{size(used)}/{size(whole)}" if gpus else ABSENT)
 
@@ -84,13 +76,8 @@ COMPONENTS = 12
 
 def learner(view: SnapshotView, choice: Choice) -> Pane:
     """Phases of a step, numbers of the newest step, and a row for each rank."""
-    ranks = [
-        ActorRow(view, actor)
-        for actor in view.of("learner")
-        if choice.matches(actor.name, actor.host, view.state(actor)[1])
-    ]
     head = [_step(view), _learning(view), _speed(view), *_components(view), *_evaluations(view)]
-    return Pane(head, table_of(RANKS, ranks, lambda entry: entry.actor.name), "learner/0")
+    return Pane(head, table_of(RANKS, rows_of(view, "learner", choice), lambda entry: entry.actor.name), "learner/0")
 
 
 def _step(view: SnapshotView) -> Text:
@@ -141,12 +128,16 @@ def _speed(view: SnapshotView) -> Text:
 
 def _cut(share: float | None) -> Text:
     """Share of the responses that a limit cut; a high share stands out."""
-    return labelled("cut", percent(share), "bad" if share >= HIGH_TRUNCATION else "") if share is not None else NONE
+    return (
+        labelled("cut", percent(share), "bad" if share >= metrics_line.HIGH_TRUNCATION else "")
+        if share is not None
+        else NONE
+    )
 
 
 def _components(view: SnapshotView) -> list[Text]:
     """Means of the reward's components in the newest step."""
-    found = sorted(numbers_after(view.last, "reward/component/").items())
+    found = sorted(metrics_line.numbers_after(view.last, "reward/component/").items())
     parts = [labelled(name, fixed(value, 3)) for name, value in found[:COMPONENTS]]
     if (more := len(found) - COMPONENTS) > 0:
         parts.append(text(f"and {more} more", "dim"))
@@ -155,16 +146,16 @@ def _components(view: SnapshotView) -> list[Text]:
 
 def _evaluations(view: SnapshotView) -> list[Text]:
     """A line for each evaluation that has more to show than the mean in the header."""
-    found: dict[str, MetricsLine] = {name: line for line in view.snapshot.evals for name in eval_names(line)}
+    found = {name: line for line in view.snapshot.evals for name in metrics_line.eval_names(line)}
     shown = []
     for name, line in sorted(found.items()):
-        values = eval_numbers(line, name)
-        parts = [labelled(f"pass@{k}", fixed(value, 3)) for k, value in pass_at_numbers(values).items()]
-        if (tokens := values.get("length_mean")) is not None:
-            parts.append(labelled("length", count(tokens)))
-        parts.append(_cut(values.get("truncated_fraction")))
-        parts += [
-            labelled(component, fixed(value, 3)) for component, value in sorted(component_numbers(values).items())
+        values = metrics_line.eval_numbers(line, name)
+        tokens, components = values.get("length_mean"), metrics_line.component_numbers(values)
+        parts = [
+            *(labelled(f"pass@{k}", fixed(each, 3)) for k, each in metrics_line.pass_at_numbers(values).items()),
+            labelled("length", count(tokens)) if tokens is not None else NONE,
+            _cut(values.get("truncated_fraction")),
+            *(labelled(component, fixed(each, 3)) for component, each in sorted(components.items())),
         ]
         if any(parts):
             shown.append(joined(text(f"eval {name}", "dim"), *parts))
@@ -333,20 +324,21 @@ def ledger(view: SnapshotView, choice: Choice) -> Pane:
 
 LONGEST_EVENT = 2000
 """Characters of an event; longer ones are cut."""
-SAME_DAY_S = 43_200.0
-"""Age (s) of the oldest event from which on the date is shown too."""
 
 
-def _event_columns(clock: str) -> tuple[Column, ...]:
-    def styled(event: Event, words: str, info: Style = "") -> Text:
-        return text(words, info if event.level == "info" else LEVEL_STYLES.get(event.level, ""))
+def _styled(event: Event, words: str, info: Style = "") -> Text:
+    return text(words, info if event.level == "info" else LEVEL_STYLES.get(event.level, ""))
 
-    return (
-        Column(title="time", cell=lambda event: text(time.strftime(clock, time.localtime(event.wall)), "dim"), width=8),
-        Column(title="level", cell=lambda event: styled(event, event.level, "dim"), width=7),
-        Column(title="actor", cell=lambda event: text(event.actor or "run"), width=9),
-        Column(title="event", cell=lambda event: styled(event, " ".join(event.text.split())), most=LONGEST_EVENT),
-    )
+
+EVENTS = (
+    Column(
+        title="time",
+        cell=lambda event: text(time.strftime("%m-%d %H:%M:%S", time.localtime(event.wall)), "dim"),
+    ),
+    Column(title="level", cell=lambda event: _styled(event, event.level, "dim"), width=7),
+    Column(title="actor", cell=lambda event: text(event.actor or "run"), width=9),
+    Column(title="event", cell=lambda event: _styled(event, " ".join(event.text.split())), most=LONGEST_EVENT),
+)
 
 
 def events(view: SnapshotView, choice: Choice) -> Pane:
@@ -359,8 +351,7 @@ def events(view: SnapshotView, choice: Choice) -> Pane:
     ]
     if not shown:
         return Pane([text("no events", "dim")], about=CONTROLLER)
-    found = _event_columns("%m-%d %H:%M:%S" if view.snapshot.wall - shown[-1].wall > SAME_DAY_S else "%H:%M:%S")
-    return Pane(table=table_of(found, shown, lambda event: event.actor or CONTROLLER, newest_first=True))
+    return Pane(table=table_of(EVENTS, shown, lambda event: event.actor or CONTROLLER, newest_first=True))
 
 
 # --- all of them ---
@@ -393,7 +384,7 @@ def title(name: PaneName, view: SnapshotView, choice: Choice) -> str:
     role = {"rollouters": "rollouter", "episodes": "episodes"}.get(name)
     if role is None or (not (actors := view.of(role)) and role == "episodes"):
         return name
-    return f"{name} {sum(is_there(view.condition(each)) for each in actors)}/{len(actors)}"
+    return f"{name} {sum(view.condition(each) in THERE for each in actors)}/{len(actors)}"
 
 
 def page(view: SnapshotView, width: int, *, whole: bool = False) -> str:

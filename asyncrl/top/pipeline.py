@@ -17,7 +17,7 @@ from asyncrl.core.errors import phase_and_reason, phase_word
 from asyncrl.core.numbers import count, duration, fixed, percent, rate
 from asyncrl.core.printable import name_some
 from asyncrl.messages.monitor import OVER, ActorView
-from asyncrl.observe.metrics_line import is_eval_mean, number_in, served_versions
+from asyncrl.observe.metrics_line import eval_names, number_in, served_versions
 from asyncrl.top.bottleneck import Stage, by_kind, kind_of
 from asyncrl.top.client import Away, Waiting
 from asyncrl.top.draw import (
@@ -86,13 +86,11 @@ def header(view: SnapshotView) -> Group:
 
 def _evaluations(view: SnapshotView) -> list[Text]:
     """The newest mean of each evaluation, with the versions that sampled it."""
-    means = {key: line for line in view.snapshot.evals for key in filter(is_eval_mean, line)}
-    found = []
-    for key, line in sorted(means.items()):
-        if (value := number_in(line, key)) is not None:
-            versions = "–".join(map(str, dict.fromkeys(served_versions(line) or ())))
-            name = key.removeprefix("eval/").removesuffix("/mean")
-            found.append(labelled(name, fixed(value, 3)) + text(f" v{versions}" if versions else "", "dim"))
+    newest, found = {name: line for line in view.snapshot.evals for name in eval_names(line)}, []
+    for name, line in sorted(newest.items()):
+        versions = "–".join(map(str, dict.fromkeys(served_versions(line) or ())))
+        mean = labelled(name, fixed(number_in(line, f"eval/{name}/mean"), 3))
+        found.append(mean + text(f" v{versions}" if versions else "", "dim"))
     return found
 
 
@@ -113,11 +111,6 @@ class StageBox(NamedTuple):
     """The time of its resources by kinds of states, or a level."""
     last: Text
     """The main state, or a number."""
-
-    @property
-    def alive(self) -> int:
-        """Number of its actors that are not gone."""
-        return sum(not is_gone(actor) for actor in self.actors)
 
 
 def stages(view: SnapshotView, wide: int = WIDEST) -> list[StageBox]:
@@ -170,15 +163,13 @@ def pipeline(view: SnapshotView, width: int) -> Group:
 
 def _drawn(box: StageBox, view: SnapshotView, wide: int) -> tuple[RenderableType, ...]:
     """Five lines of a stage: its actors and name, rate, depth, a bar, and its main state."""
-    is_marked, actors, alive = box.stage == marked(view), len(box.actors), box.alive
+    is_marked, actors = box.stage == marked(view), len(box.actors)
+    alive = sum(not is_gone(actor) for actor in box.actors)
     style: Style = "mark" if is_marked else "bold"
     present = f"{alive}/{actors} " if alive < actors else f"{actors} " if actors > 1 else ""
     is_short = alive < actors and view.run.phase not in ("draining", "done", "failed")
-    title = (
-        text("◆" if is_marked else "", style)
-        + text(present, "bad" if is_short else "dim")
-        + text(f"{box.stage} ", style)
-    )
+    mark, count_there = text("◆" if is_marked else "", style), text(present, "bad" if is_short else "dim")
+    title = joined(mark, count_there, text(f"{box.stage} ", style), between="")
     end = title.cell_len
     title.align("left", wide, "━" if is_marked else "─")
     title.stylize(STYLES["mark" if is_marked else "dim"], end)

@@ -69,11 +69,6 @@ def is_gone(actor: ActorView) -> bool:
     return actor.condition in GONE
 
 
-def now(actor: ActorView, name: str) -> float | None:
-    """A gauge of an actor; None if the actor is gone."""
-    return None if is_gone(actor) else actor.metrics.get(name)
-
-
 def version_of(actor: ActorView) -> int | None:
     """Version that a rollouter's engine serves; None before the first, and if the actor is gone."""
     version = int(actor.metrics.get("rollout/served_version", actor.version))

@@ -123,7 +123,7 @@ class PageScreen(Screen[None]):
     """A screen with a title and lines that scroll; escape leads back."""
 
     CSS = """
-    #name { height: 1; background: #252b37; padding: 0 1; }
+    #name { height: 1; background: $panel; padding: 0 1; }
     #page { height: 1fr; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [

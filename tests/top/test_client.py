@@ -15,6 +15,7 @@ from harness import actor_context, until
 from rpc.wire.knocking import Guise, Knocker
 from run_settings import simulated_run
 
+from asyncrl.cli.which_run import why_unreachable
 from asyncrl.controller.actor import Controller
 from asyncrl.controller.observation.snapshots import SNAPSHOT_S, Snapshots
 from asyncrl.core.errors import Refused, RemoteError, UsageError
@@ -28,7 +29,7 @@ from asyncrl.rpc.calls.handlers import Caller
 from asyncrl.rpc.controller_client import ControllerClient
 from asyncrl.rpc.wire.keys import VIEWER, load_credentials, write_credentials
 from asyncrl.rpc.wire.zeromq import ZmqServer
-from asyncrl.top.client import Away, WatchedRun, find_target, follow, why_unreachable
+from asyncrl.top.client import Away, WatchedRun, find_target, follow
 
 
 def config_with(curve):

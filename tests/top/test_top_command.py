@@ -213,7 +213,7 @@ def test_a_replay_in_a_real_terminal_that_changes_its_size(tmp_path):
     with Terminal(80, 24, [*TOP, str(run_dir), "--replay"], cwd=tmp_path, env={"TZ": "UTC"}) as terminal:
         terminal.until("1 rollouters  2 learner")
         terminal.resize(40, 10)
-        terminal.until("Make this terminal larger")
+        terminal.until("needs 60×16")
         terminal.resize(200, 50)
         terminal.until("╭─ 6 ledger")
         # However far it has played by now: a step stops it, at its end too, and then it goes back to its beginning.

@@ -22,7 +22,7 @@ from asyncrl.top.draw import STYLES, Choice, in_columns, level_bar, lines, state
 from asyncrl.top.panes import PANES, page
 from asyncrl.top.pipeline import down as down_in
 from asyncrl.top.pipeline import foot, header, marked, pipeline, stages
-from asyncrl.top.view import KEPT, History, SnapshotView
+from asyncrl.top.view import KEPT, History, SnapshotView, is_gone
 
 ROOT = Path(__file__).parents[2]
 FED = {"training": 0.3, "waiting": 0.7}
@@ -176,7 +176,7 @@ def test_the_last_activity_of_an_ended_run_is_not_shown_as_current():
     dead = [replace(actor, condition="dead") for actor in last.actors]
     view = seen([*Run().between()[:-1], replace(last, actors=dead)])
     assert (sampled(view), view.rate("rollouter", "rollout/trajectories")) == (None, None)
-    assert all((box.rate, box.alive) == (None, 0) for box in stages(view))
+    assert all(box.rate is None and all(map(is_gone, box.actors)) for box in stages(view))
     assert [box.inside for box in stages(view)] == ["gate –/–", "– in flight", "– in hand", "–/64 groups", "– behind"]
     assert {*cells("rollouters", view, "state").values(), *cells("learner", view, "state").values()} == {"ended"}
     text = page(view, 80)
