@@ -21,7 +21,7 @@ from asyncrl.core.printable import json_in_ascii, say
 
 if TYPE_CHECKING:
     from asyncrl.messages.monitor import Snapshot
-    from asyncrl.top.client import Away, Waiting
+    from asyncrl.top.client import Away
     from asyncrl.top.replay import Replay, SnapshotSource
     from asyncrl.top.view import History
 
@@ -185,7 +185,7 @@ def _watch(given: argparse.Namespace) -> int:
             must_be_reachable(target.address)
     history = recent_history(run_dir) if run_dir is not None else History()
 
-    def feed() -> AsyncIterator[Snapshot | Away | Waiting]:
+    def feed() -> AsyncIterator[Snapshot | Away]:
         return follow(find_controller()) if run_dir is None else follow_folder(run_dir, keys, is_live)
 
     if not _wants_terminal(given):
@@ -234,9 +234,7 @@ def _show(source: SnapshotSource) -> int:
     return app.return_code or 0
 
 
-async def _add_snapshots(
-    feed: AsyncIterator[Snapshot | Away | Waiting], history: History, run: str, seconds: float
-) -> None:
+async def _add_snapshots(feed: AsyncIterator[Snapshot | Away], history: History, run: str, seconds: float) -> None:
     """Add snapshots from ``feed`` to ``history`` until they cover ``seconds``, for at most SNAPSHOT_S.
 
     Also ends when the run ends. ``run`` is its name in errors. Raises ActorFailed if no snapshot arrives.
@@ -244,15 +242,15 @@ async def _add_snapshots(
     import asyncio
 
     from asyncrl.core.errors import ActorFailed
-    from asyncrl.top.client import Away, Waiting
+    from asyncrl.top.client import Away
 
     reason, has_snapshot = f"{run} does not answer", False
     try:
         async with asyncio.timeout(SNAPSHOT_S):
             async for seen in feed:
-                if isinstance(seen, Away | Waiting):
+                if isinstance(seen, Away):
                     # The feed waits for the next run in the folder, so this one has ended.
-                    if has_snapshot and isinstance(seen, Waiting):
+                    if has_snapshot and seen.seconds is None:
                         return
                     reason = seen.reason or reason
                     continue

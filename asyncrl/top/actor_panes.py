@@ -86,7 +86,7 @@ def rows_of(view: SnapshotView, role: str, choice: Choice) -> list[ActorRow]:
     return [each for each, texts in zip(rows, words, strict=True) if choice.matches(*texts)]
 
 
-HOST = Column(title="host", cell=lambda entry: text(entry.actor.host, "dim"), value=lambda entry: entry.actor.host)
+HOST = Column("host", lambda entry: text(entry.actor.host, "dim"), lambda entry: entry.actor.host)
 
 
 def _counted(*names: str) -> Callable[[ActorRow], float | None]:
@@ -108,26 +108,22 @@ def _drift(title: str, name: str, otherwise: Style = "") -> Column:
         return text(fixed(value(entry), 3), warn_style(entry.metric("rollout/drift_warnings"), otherwise))
 
     value = gauge(name)
-    return Column(title=title, cell=cell, value=value, right=True, width=6)
+    return Column(title, cell, value, right=True, width=6)
 
 
 def _restarts(entry: ActorRow) -> float:
     return entry.actor.restarts + (entry.metric("rollout/engine_restarts") or 0.0)
 
 
-def _state(entry: ActorRow) -> str:
-    return entry.view.state(entry.actor)[1]
-
-
 ROLLOUTERS = (
     Column(
-        title="rollouter",
-        cell=lambda entry: entry.name("rollouter"),
-        value=lambda entry: int(entry.actor.name.partition("/")[2]),
+        "rollouter",
+        lambda entry: entry.name("rollouter"),
+        lambda entry: int(entry.actor.name.partition("/")[2]),
         width=9,
     ),
-    Column(title="state", cell=lambda entry: entry.state, value=_state, width=10),
-    Column(title="time", cell=lambda entry: entry.bar, width=BAR),
+    Column("state", lambda entry: entry.state, lambda entry: entry.state.plain, width=10),
+    Column("time", lambda entry: entry.bar, width=BAR),
     number("flight", gauge("rollout/in_flight"), summed=True),
     number("wait", gauge("rollout/waiting"), summed=True),
     number("tok/s", lambda entry: entry.view.rate_of(entry.actor, "rollout/sampled_tokens"), summed=True),
@@ -195,9 +191,9 @@ def _problems(title: str, value: Callable[[ActorRow], float | None], style: Styl
 
 
 HOSTS = (
-    Column(title="played by", cell=lambda entry: entry.name("episodes")),
-    Column(title="state", cell=lambda entry: state_text(entry.condition, "", ""), width=6),
-    Column(title="time", cell=lambda entry: entry.bar, width=BAR),
+    Column("played by", lambda entry: entry.name("episodes")),
+    Column("state", lambda entry: state_text(entry.condition, "", ""), width=6),
+    Column("time", lambda entry: entry.bar, width=BAR),
     number("workers", lambda entry: entry.there(len(entry.actor.resources) or None)),
     number("open", gauge("episodes/open")),
     _problems("wait", gauge("episodes/waiting")),

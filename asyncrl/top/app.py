@@ -25,7 +25,7 @@ from textual.widgets import Input, Static
 from asyncrl.core.errors import AsyncRLError
 from asyncrl.core.printable import printable
 from asyncrl.top.actor_panes import sorted_next
-from asyncrl.top.client import Away, Waiting
+from asyncrl.top.client import Away
 from asyncrl.top.detail import DetailScreen, HelpScreen
 from asyncrl.top.draw import LEVELS, Choice, PaneName, text
 from asyncrl.top.panes import PANES, panes_of, title
@@ -141,7 +141,7 @@ class Top(App[int]):
         self._history = source.history
         self._choice = Choice()
         self._frozen = False
-        self._away: Away | Waiting | None = None
+        self._away: Away | None = None
         """Reason that no snapshot comes now; None while snapshots come."""
         self._over = ""
         """Reason that no more snapshots come; empty while they may."""
@@ -195,7 +195,7 @@ class Top(App[int]):
         """Add each snapshot of the feed to the history; note why the feed has ended. Exit if no snapshot ever came."""
         try:
             async for seen in feed():
-                if isinstance(seen, Away | Waiting):
+                if isinstance(seen, Away):
                     self._away = seen
                 else:
                     self._away = None

@@ -18,10 +18,9 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.core.errors import DeadlineExceeded, UsageError
-from asyncrl.core.files import read_json_object
 from asyncrl.messages.monitor import OVER, Snapshot, SnapshotTaken, WatchSnapshot, decode_snapshot
 from asyncrl.observe.recording import ending
-from asyncrl.rpc.controller_client import ADDRESS_FILE, ControllerClient, RequestRefused
+from asyncrl.rpc.controller_client import ADDRESS_FILE, ControllerClient, RequestRefused, read_address_file
 from asyncrl.rpc.wire.keys import VIEWER, Credentials, load_credentials
 
 PRIVATE = "private"
@@ -71,19 +70,13 @@ class WatchedRun:
 
 @dataclass(frozen=True, slots=True)
 class Away:
-    """The controller does not answer; the last snapshot stays on the screen."""
+    """No snapshot comes; the last one stays on the screen."""
 
     reason: str
-    """The error that it answered; empty if it did not answer at all."""
-    seconds: float
-    """Seconds since its last answer, or since the watch began."""
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """There is no controller to ask: the run has not started, or has ended and may be resumed."""
-
-    reason: str
+    """The controller's error; empty if it did not answer at all."""
+    seconds: float | None = None
+    """Seconds since its last answer, or since the watch began. None if there is no controller to ask: the run has not
+    started, or has ended and may be resumed."""
 
 
 class NotStarted(UsageError):
@@ -122,15 +115,14 @@ def _from_folder(run_dir: Path, keys: Path | None, lives: Lives) -> WatchedRun:
         raise UsageError(f"{run_dir}: no run is alive in this folder; --replay shows what was recorded")
     start = start_of(run_dir)
     try:
-        address = str(read_json_object(private / ADDRESS_FILE).get("address"))
-        split_address(address)
-    except FileNotFoundError:
-        raise NotStarted(f"{run_dir}: the controller has not started, or it is on another host") from None
+        if (found := read_address_file(private / ADDRESS_FILE)) is not None:
+            split_address(found.address)
     except ValueError as error:
-        why = f"{private / ADDRESS_FILE} does not hold the controller's address: {error}"
-        raise UsageError(f"{run_dir}: cannot attach to the run, {why}") from None
+        raise UsageError(f"{run_dir}: cannot attach to the run, {private / ADDRESS_FILE}: {error}") from None
+    if found is None:
+        raise NotStarted(f"{run_dir}: the controller has not started, or it is on another host")
     credentials = _credentials(keys or private)
-    return WatchedRun(address=address, credentials=credentials, run_dir=run_dir, lives=lives, start=start)
+    return WatchedRun(address=found.address, credentials=credentials, run_dir=run_dir, lives=lives, start=start)
 
 
 def _credentials(folder: Path) -> Credentials:
@@ -176,7 +168,7 @@ async def follow(target: WatchedRun) -> AsyncGenerator[Snapshot | Away, None]:
         yield end
 
 
-async def follow_folder(run_dir: Path, keys: Path | None, lives: Lives) -> AsyncIterator[Snapshot | Away | Waiting]:
+async def follow_folder(run_dir: Path, keys: Path | None, lives: Lives) -> AsyncIterator[Snapshot | Away]:
     """Yield the snapshots of the run in a folder: wait for its start, and follow each attempt that resumes it.
 
     Never ends by itself. Raises as ``find_target``, except NotStarted, and as ``follow``.
@@ -185,7 +177,7 @@ async def follow_folder(run_dir: Path, keys: Path | None, lives: Lives) -> Async
         try:
             target = await asyncio.to_thread(find_target, str(run_dir), keys, lives)
         except NotStarted:
-            yield Waiting("the run has not started; waiting for its controller")
+            yield Away("the run has not started; waiting for its controller")
             await asyncio.sleep(AGAIN_S)
             continue
         async for seen in follow(target):
@@ -193,7 +185,7 @@ async def follow_folder(run_dir: Path, keys: Path | None, lives: Lives) -> Async
             if isinstance(seen, Away) and await asyncio.to_thread(target.has_restarted):
                 break
         while not await asyncio.to_thread(target.has_restarted):
-            yield Waiting("the run has ended; a resumed run is shown here")
+            yield Away("the run has ended; a resumed run is shown here")
             await asyncio.sleep(AGAIN_S)
 
 

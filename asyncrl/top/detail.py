@@ -23,6 +23,7 @@ from textual.binding import ActiveBinding, Binding, BindingType
 from asyncrl.core.files import from_json
 from asyncrl.core.numbers import ABSENT, count, duration, fixed, percent, size
 from asyncrl.messages.monitor import ActorView, Resource
+from asyncrl.rpc.lifecycle.roster import CONTROLLER
 from asyncrl.top.bottleneck import by_kind, kind_of
 from asyncrl.top.draw import (
     BARS,
@@ -36,7 +37,7 @@ from asyncrl.top.draw import (
     warn_style,
 )
 from asyncrl.top.panes import LEVEL_STYLES, LONGEST_EVENT
-from asyncrl.top.view import CONTROLLER, SnapshotView, is_gone
+from asyncrl.top.view import SnapshotView, is_gone
 from asyncrl.top.widgets import PageScreen
 
 LOG_S = 2.0
@@ -67,13 +68,11 @@ def detail(view: SnapshotView, name: str, log: Sequence[str] | None) -> Group:
     metrics = {metric: text(_number(metric, value)) for metric, value in sorted(actor.metrics.items())}
     sections: dict[str, Sequence[RenderableType]] = {
         "OPEN WAITS, the oldest first": waits or [text("none", "dim")],
-        "LOG, its last lines": [*map(_log_line, log or ())] or [text("none up to here", "dim")],
+        "LOG, its last lines": [] if log is None else [*map(_log_line, log)] or [text("none up to here", "dim")],
         "EVENTS, the newest first": events[: -EVENTS_SHOWN - 1 : -1] or [text("none", "dim")],
         "TIME, since its start": [_times(actor.resources)] if actor.resources else [],
         "METRICS": [in_columns(metrics)] if metrics else [],
     }
-    if log is None:
-        del sections["LOG, its last lines"]
     titled = ([text(""), text(title, "bold"), *parts] for title, parts in sections.items() if parts)
     return Group(*_facts(actor), *chain.from_iterable(titled))
 

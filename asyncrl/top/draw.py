@@ -134,7 +134,7 @@ def state_text(condition: str, state: str, awaiting: str) -> Text:
 # --- tables ---
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Column:
     """A column of a table. The first columns matter most: a small terminal shows them without scrolling."""
 
@@ -172,7 +172,7 @@ def number(
         found = value(entry)
         return text(show(found), style(found or 0.0))
 
-    return Column(title=title, cell=cell, value=value, right=True, **more)
+    return Column(title, cell, value, right=True, **more)
 
 
 class Row(NamedTuple):

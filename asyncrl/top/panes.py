@@ -17,6 +17,7 @@ from asyncrl.messages.monitor import Event
 from asyncrl.observe import metrics_line
 from asyncrl.observe.catalogue import edges_of, quantile
 from asyncrl.observe.metrics_line import number_in
+from asyncrl.rpc.lifecycle.roster import CONTROLLER
 from asyncrl.top.actor_panes import BAR, HOST, ActorRow, episodes, rollouters, rows_of
 from asyncrl.top.bottleneck import by_kind
 from asyncrl.top.draw import (
@@ -40,7 +41,7 @@ from asyncrl.top.draw import (
     warn_style,
 )
 from asyncrl.top.pipeline import header, pipeline, staleness_limit
-from asyncrl.top.view import CONTROLLER, SnapshotView, is_gone
+from asyncrl.top.view import SnapshotView, is_gone
 
 NONE = text("")
 LEVEL_STYLES: dict[str, Style] = {"info": "dim", "warning": "warn", "error": "bad", "critical": "bad"}
@@ -56,12 +57,12 @@ def _gpu_memory(entry: ActorRow) -> Text:
 
 
 RANKS = (
-    Column(title="rank", cell=lambda entry: entry.name(), width=9),
+    Column("rank", lambda entry: entry.name(), width=9),
     HOST,
-    Column(title="state", cell=lambda entry: entry.state, width=14),
-    Column(title="time", cell=lambda entry: entry.bar, width=BAR),
+    Column("state", lambda entry: entry.state, width=14),
+    Column("time", lambda entry: entry.bar, width=BAR),
     number("memory", lambda entry: entry.there(entry.actor.rss_bytes or None), size, width=7),
-    Column(title="GPU memory", cell=_gpu_memory, right=True),
+    Column("GPU memory", _gpu_memory, right=True),
 )
 PHASES = {
     "wait": "time/wait_for_groups_s",
@@ -170,8 +171,8 @@ def _seconds(title: str, key: str) -> Column:
 
 
 UPDATES = (
-    Column(title="replica", cell=lambda line: text(str(line.get("replica", ""))), width=11),
-    Column(title="by", cell=lambda line: text(str(line.get("weights/transport", "")), "dim"), width=6),
+    Column("replica", lambda line: text(str(line.get("replica", ""))), width=11),
+    Column("by", lambda line: text(str(line.get("weights/transport", "")), "dim"), width=6),
     number("v", lambda line: line.get("weights/version"), width=4),
     _seconds("stage", "weights/stage_s"),
     _seconds("pause", "weights/pause_s"),
@@ -331,13 +332,10 @@ def _styled(event: Event, words: str, info: Style = "") -> Text:
 
 
 EVENTS = (
-    Column(
-        title="time",
-        cell=lambda event: text(time.strftime("%m-%d %H:%M:%S", time.localtime(event.wall)), "dim"),
-    ),
-    Column(title="level", cell=lambda event: _styled(event, event.level, "dim"), width=7),
-    Column(title="actor", cell=lambda event: text(event.actor or "run"), width=9),
-    Column(title="event", cell=lambda event: _styled(event, " ".join(event.text.split())), most=LONGEST_EVENT),
+    Column("time", lambda event: text(time.strftime("%m-%d %H:%M:%S", time.localtime(event.wall)), "dim")),
+    Column("level", lambda event: _styled(event, event.level, "dim"), width=7),
+    Column("actor", lambda event: text(event.actor or "run"), width=9),
+    Column("event", lambda event: _styled(event, " ".join(event.text.split())), most=LONGEST_EVENT),
 )
 
 

@@ -19,7 +19,7 @@ from asyncrl.core.printable import name_some
 from asyncrl.messages.monitor import OVER, ActorView
 from asyncrl.observe.metrics_line import eval_names, number_in, served_versions
 from asyncrl.top.bottleneck import Stage, by_kind, kind_of
-from asyncrl.top.client import Away, Waiting
+from asyncrl.top.client import Away
 from asyncrl.top.draw import (
     LEVELS,
     STYLES,
@@ -246,7 +246,7 @@ def time_bar(replay: Replay) -> Grid:
     return grid_of([[text(at), level_bar(past, whole), speed]], *columns, expand=True)
 
 
-def status(over: str, away: Away | Waiting | None, replay: Replay | None, *, frozen: bool, attached: bool) -> Text:
+def status(over: str, away: Away | None, replay: Replay | None, *, frozen: bool, attached: bool) -> Text:
     """The status in words: frozen, replay, over, no answer, live or attaching."""
     if frozen:
         return text("frozen, space continues", "warn")
@@ -255,7 +255,7 @@ def status(over: str, away: Away | Waiting | None, replay: Replay | None, *, fro
         return text("replay", "level") + text("  end of the recording; the run continues" if ended else "", "warn")
     if over:
         return text(over, "warn")
-    if isinstance(away, Waiting):
+    if away is not None and away.seconds is None:
         return text(away.reason, "warn")
     if away is not None:
         reason = f": {away.reason}" if away.reason else ""

@@ -16,7 +16,7 @@ from pathlib import Path
 from asyncrl.core.errors import UsageError
 from asyncrl.messages.monitor import Snapshot
 from asyncrl.observe.recording import FOLDER, decode, ended, read_latest, segments
-from asyncrl.top.client import Away, Waiting
+from asyncrl.top.client import Away
 from asyncrl.top.view import LONGEST_S, RATES_S, History
 
 LEAST_S = 0.001
@@ -164,7 +164,7 @@ def recent_history(run_dir: Path) -> History:
     return replay.history()
 
 
-Feed = Callable[[], AsyncIterator[Snapshot | Away | Waiting]]
+Feed = Callable[[], AsyncIterator[Snapshot | Away]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

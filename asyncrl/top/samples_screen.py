@@ -54,8 +54,6 @@ class SamplesScreen(PageScreen):
         self._read()
         self.set_interval(LOOK_S, self._read)
 
-    # --- reading ---
-
     @work(thread=True, exclusive=True, group="read")
     def _read(self) -> None:
         """Read the newest groups of the chosen kind in a thread, and show them."""
@@ -92,14 +90,10 @@ class SamplesScreen(PageScreen):
         else:
             self._draw()
 
-    # --- drawing ---
-
     def _draw(self) -> None:
         more = "+" if len(self._groups) >= self._count else ""
         self.show_title(f"samples {self._at + 1} of {len(self._groups)}{more}, {self._choice.kind or 'all kinds'}")
         self._page.show(laid_out(self._groups[self._at]))
-
-    # --- keys ---
 
     def action_other(self, by: int) -> None:
         """Go to an older group, or to a newer one."""

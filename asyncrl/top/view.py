@@ -17,7 +17,6 @@ from asyncrl.messages.monitor import ENDING, OVER, ActorView, Interval, Resource
 from asyncrl.observe.metrics_line import Line, number_in, without_first
 from asyncrl.top.bottleneck import Flow, Verdict, find_bottleneck
 
-CONTROLLER = "controller/0"
 AT = "rollout/episodes_at/"
 """Prefix of the metrics that count open episodes by stage."""
 GONE = frozenset({"absent", "dead", "lost", "resting"})
@@ -224,8 +223,6 @@ class SnapshotView(Moment):
         self.last: Line = self.snapshot.train[-1] if self.snapshot.train else {}
         """Line of the newest step; empty before the first."""
 
-    # --- actors ---
-
     def condition(self, actor: ActorView) -> str:
         """Condition in the snapshot; "ended" instead of "dead" if the run ends."""
         return "ended" if actor.condition == "dead" and self.run.phase in ENDING else actor.condition
@@ -234,8 +231,6 @@ class SnapshotView(Moment):
         """(condition, state, what it waits for) of the actor's first resource, or of the actor if it has none."""
         source = next(iter(actor.resources), actor)
         return (self.condition(actor), "", "") if is_gone(actor) else (actor.condition, source.state, source.awaiting)
-
-    # --- metrics ---
 
     def counted(self, role: str, *names: str) -> float | None:
         """Counters, added up over the actors of a role."""
@@ -267,8 +262,6 @@ class SnapshotView(Moment):
         """Shares of rank 0: the other ranks follow it."""
         return self.shares(self.of("learner")[:1])
 
-    # --- steps ---
-
     def number(self, key: str) -> float | None:
         """A number of the newest step."""
         return number_in(self.last, key)
@@ -281,8 +274,6 @@ class SnapshotView(Moment):
         """A gauge of the learner; if that is unknown, the value in the line of the newest step."""
         gauge = total(actor.metrics.get(name) for actor in self.of("learner")[:1])
         return self.number(name) if gauge is None else gauge
-
-    # --- the pipeline ---
 
     @cached_property
     def buffered(self) -> float | None:

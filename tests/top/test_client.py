@@ -29,7 +29,7 @@ from asyncrl.rpc.calls.handlers import Caller
 from asyncrl.rpc.controller_client import ControllerClient
 from asyncrl.rpc.wire.keys import VIEWER, load_credentials, write_credentials
 from asyncrl.rpc.wire.zeromq import ZmqServer
-from asyncrl.top.client import Away, WatchedRun, find_target, follow
+from asyncrl.top.client import Away, NotStarted, WatchedRun, find_target, follow
 
 
 def config_with(curve):
@@ -235,7 +235,7 @@ def test_a_run_with_an_unreadable_lock_does_not_count_as_ended(tmp_path):
 def test_a_folder_without_a_reachable_run_is_refused_with_the_reason(tmp_path):
     private = tmp_path / "private"
     private.mkdir()
-    with pytest.raises(UsageError, match="has not started"):
+    with pytest.raises(NotStarted, match="has not started"):
         find_target(str(tmp_path))
     (private / "controller.json").write_text(json.dumps({"address": "tcp://127.0.0.1:9"}))
     with pytest.raises(UsageError, match="no viewer's keys there"):
