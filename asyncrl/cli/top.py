@@ -256,8 +256,7 @@ async def _add_snapshots(feed: AsyncIterator[Snapshot | Away], history: History,
                     continue
                 history.add(seen)
                 has_snapshot = True
-                steps = history.steps()
-                if (0.0 if steps is None else steps.seconds) >= seconds:
+                if history.steps().seconds >= seconds:
                     return
     except TimeoutError:
         pass

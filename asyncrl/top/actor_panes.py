@@ -185,23 +185,18 @@ def _host_row(host: str, entries: Sequence[ActorRow]) -> Row:
 # --- episodes ---
 
 
-def _problems(title: str, value: Callable[[ActorRow], float | None], style: Style = "warn") -> Column:
-    """A column of numbers that stand out if there are any."""
-    return number(title, value, style=lambda found: style if found else "")
-
-
 HOSTS = (
     Column("played by", lambda entry: entry.name("episodes")),
     Column("state", lambda entry: state_text(entry.condition, "", ""), width=6),
     Column("time", lambda entry: entry.bar, width=BAR),
     number("workers", lambda entry: entry.there(len(entry.actor.resources) or None)),
     number("open", gauge("episodes/open")),
-    _problems("wait", gauge("episodes/waiting")),
+    number("wait", gauge("episodes/waiting"), style=warn_style),
     number("played", _counted("episodes/played")),
-    _problems("failed", _counted("episodes/failed"), "bad"),
+    number("failed", _counted("episodes/failed"), style=lambda times: "bad" if times else ""),
     number("tools", _counted("episodes/tool_calls")),
-    _problems("errors", _counted("episodes/tool_errors", "episodes/tool_mistakes")),
-    _problems("lost", _counted("episodes/workers_killed", "episodes/workers_died")),
+    number("errors", _counted("episodes/tool_errors", "episodes/tool_mistakes"), style=warn_style),
+    number("lost", _counted("episodes/workers_killed", "episodes/workers_died"), style=warn_style),
     number("rst", lambda entry: entry.actor.restarts, style=lambda times: warn_style(times, "dim")),
     HOST,
 )

@@ -67,10 +67,11 @@ class Top(App[int]):
     .lines { scrollbar-size-horizontal: 0; scrollbar-gutter: stable; overflow-x: hidden; padding: 0 0 0 1; }
     DataTable { height: 1fr; }
     DataTable:focus { background-tint: transparent; }
-    DataTable > .datatable--header, DataTable > .datatable--fixed, DataTable > .datatable--hover {
+    DataTable > .datatable--header, DataTable > .datatable--fixed, DataTable > .datatable--hover,
+    DataTable > .datatable--cursor, DataTable > .datatable--fixed-cursor {
         background: $background; text-style: none; }
-    DataTable > .datatable--cursor, DataTable > .datatable--fixed-cursor, DataTable:focus > .datatable--cursor {
-        background: $background; color: $foreground; text-style: reverse; }
+    DataTable:focus > .datatable--cursor, DataTable:focus > .datatable--fixed-cursor {
+        background: $background; text-style: reverse; }
     .pane > .lines { height: auto; max-height: 70%; }
     .pane.alone > .lines { height: 1fr; max-height: 100%; }
     #left, #right, #pair, .pane { display: none; height: 1fr; width: 1fr; }
@@ -318,18 +319,14 @@ class Top(App[int]):
 
     def action_unfilter(self) -> None:
         self._filter.value = ""
-        self._end_filter("")
+        self.on_input_submitted()
 
     def on_input_changed(self, event: Input.Changed) -> None:
         self._choose(replace(self._choice, needle=event.value))
 
-    def on_input_submitted(self, event: Input.Submitted) -> None:
-        self._end_filter(event.value)
-
-    def _end_filter(self, needle: str) -> None:
+    def on_input_submitted(self) -> None:
         self._filter.display = False
         self.panes[self._chosen_pane].focus_entries()
-        self._choose(replace(self._choice, needle=needle))
 
     def _choose(self, choice: Choice) -> None:
         self._choice = choice

@@ -22,7 +22,7 @@ from textual.binding import ActiveBinding, Binding, BindingType
 
 from asyncrl.core.files import from_json
 from asyncrl.core.numbers import ABSENT, count, duration, fixed, percent, size
-from asyncrl.messages.monitor import ActorView, Resource
+from asyncrl.messages.monitor import ActorView, Interval
 from asyncrl.rpc.lifecycle.roster import CONTROLLER
 from asyncrl.top.bottleneck import by_kind, kind_of
 from asyncrl.top.draw import (
@@ -70,7 +70,7 @@ def detail(view: SnapshotView, name: str, log: Sequence[str] | None) -> Group:
         "OPEN WAITS, the oldest first": waits or [text("none", "dim")],
         "LOG, its last lines": [] if log is None else [*map(_log_line, log)] or [text("none up to here", "dim")],
         "EVENTS, the newest first": events[: -EVENTS_SHOWN - 1 : -1] or [text("none", "dim")],
-        "TIME, since its start": [_times(actor.resources)] if actor.resources else [],
+        "TIME, since its start": [_times(Interval(None, view.snapshot), actor)] if actor.resources else [],
         "METRICS": [in_columns(metrics)] if metrics else [],
     }
     titled = ([text(""), text(title, "bold"), *parts] for title, parts in sections.items() if parts)
@@ -112,12 +112,11 @@ def _facts(actor: ActorView) -> list[RenderableType]:
     ]
 
 
-def _times(resources: Sequence[Resource]) -> Grid:
+def _times(since_start: Interval, actor: ActorView) -> Grid:
     """A bar for each resource, and the shares of its states."""
     rows: list[list[RenderableType]] = []
-    for resource in resources:
-        whole = sum(resource.spent.values())
-        shares = {state: seconds / whole for state, seconds in resource.spent.items()} if whole > 0 else {}
+    for resource in actor.resources:
+        shares = since_start.shares([(actor, resource)])
         states = [
             text(f"{state} {percent(share)}", "dim" if kind_of(state) == "wait" else "")
             for state, share in sorted(shares.items(), key=lambda item: -item[1])

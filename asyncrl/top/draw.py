@@ -28,23 +28,22 @@ from asyncrl.top.bottleneck import kind_of
 Style = Literal[
     "", "dim", "bold", "good", "warn", "bad", "mark", "work", "weights", "upkeep", "start", "wait", "level", "chosen"
 ]
-_STYLES: dict[Style, str] = {
-    "": "",
-    "dim": "#8a93a6",
-    "bold": "bold",
-    "good": "#8fbf7f",
-    "warn": "#e0b050",
-    "bad": "bold #e06c75",
-    "mark": "bold #f0a060",
-    "work": "#6aa784",
-    "weights": "#6b93c9",
-    "upkeep": "#a585c0",
-    "start": "#d9b45b",
-    "wait": "#59617a",
-    "level": "#7aa2c4",
-    "chosen": "bold underline #f0a060",
+STYLES: dict[Style, RichStyle] = {
+    "": RichStyle(),
+    "dim": RichStyle(color="#8a93a6"),
+    "bold": RichStyle(bold=True),
+    "good": RichStyle(color="#8fbf7f"),
+    "warn": RichStyle(color="#e0b050"),
+    "bad": RichStyle(bold=True, color="#e06c75"),
+    "mark": RichStyle(bold=True, color="#f0a060"),
+    "work": RichStyle(color="#6aa784"),
+    "weights": RichStyle(color="#6b93c9"),
+    "upkeep": RichStyle(color="#a585c0"),
+    "start": RichStyle(color="#d9b45b"),
+    "wait": RichStyle(color="#59617a"),
+    "level": RichStyle(color="#7aa2c4"),
+    "chosen": RichStyle(bold=True, underline=True, color="#f0a060"),
 }
-STYLES = {name: RichStyle.parse(style) for name, style in _STYLES.items()}
 BARS: dict[FlowKind, str] = {"work": "█", "weights": "▓", "upkeep": "▚", "start": "▒", "wait": "░"}
 """The mark of each kind of states, so that kinds differ without colours too."""
 _CONSOLE = Console(file=io.StringIO(), width=80, color_system="truecolor", legacy_windows=False)

@@ -166,18 +166,14 @@ def _evaluations(view: SnapshotView) -> list[Text]:
 # --- weights ---
 
 
-def _seconds(title: str, key: str) -> Column:
-    return number(title, lambda line: number_in(line, key), duration, width=6)
-
-
 UPDATES = (
     Column("replica", lambda line: text(str(line.get("replica", ""))), width=11),
     Column("by", lambda line: text(str(line.get("weights/transport", "")), "dim"), width=6),
     number("v", lambda line: line.get("weights/version"), width=4),
-    _seconds("stage", "weights/stage_s"),
-    _seconds("pause", "weights/pause_s"),
-    _seconds("load", "weights/load_s"),
-    _seconds("stall", "weights/stall_s"),
+    number("stage", lambda line: number_in(line, "weights/stage_s"), duration, width=6),
+    number("pause", lambda line: number_in(line, "weights/pause_s"), duration, width=6),
+    number("load", lambda line: number_in(line, "weights/load_s"), duration, width=6),
+    number("stall", lambda line: number_in(line, "weights/stall_s"), duration, width=6),
     number("bytes", lambda line: number_in(line, "weights/bytes"), size, width=7),
     number("read", lambda line: number_in(line, "weights/encoded_bytes"), size, width=7),
 )
@@ -218,14 +214,11 @@ def weights(view: SnapshotView, choice: Choice) -> Pane:
 
 # --- staleness ---
 
-LATE = {"late_trained": "trained", "late_masked": "masked"}
-"""Words for late groups, by their counters."""
-
 
 def staleness(view: SnapshotView, choice: Choice) -> Pane:
     """The working limit, the newest step, and a histogram since the learner started."""
     most, late = view.run.staleness_max, view.number("staleness/late_groups")
-    so_far = [(view.counted("learner", f"staleness/{name}_groups"), words) for name, words in LATE.items()]
+    so_far = [(view.counted("learner", f"staleness/late_{word}_groups"), word) for word in ("trained", "masked")]
     words = ", ".join(f"{count(groups)} {word}" for groups, word in so_far if groups)
     head = joined(
         labelled("limit", f"{fixed(staleness_limit(view), 0)} of {most}"),

@@ -38,14 +38,9 @@ from asyncrl.top.view import SnapshotView, is_gone, total
 
 PHASE_STYLES: dict[str, Style] = {
     "starting": "start",
-    "running": "good",
-    "preempting": "warn",
-    "draining": "warn",
-    "done": "good",
-    "failed": "bad",
-    "stopped": "warn",
-    "preempted": "warn",
-    "stalled": "bad",
+    **dict.fromkeys(("running", "done"), "good"),
+    **dict.fromkeys(("preempting", "draining", "preempted", "stopped"), "warn"),
+    **dict.fromkeys(("failed", "stalled"), "bad"),
 }
 REWARDS = 40
 """Steps whose rewards the header shows, in half as many cells."""

@@ -104,11 +104,6 @@ class Moment:
         for actor in snapshot.actors:
             self._by_role.setdefault(actor.name.partition("/")[0], []).append(actor)
 
-    @property
-    def learner(self) -> object:
-        """Start of the learner that trained the newest step; None before the first step."""
-        return self.snapshot.train[-1].get("start", 0) if self.snapshot.train else None
-
     def of(self, role: str) -> list[ActorView]:
         """All actors of a role."""
         return self._by_role.get(role, [])
@@ -181,10 +176,10 @@ class History:
         """The interval of the last RATES_S, for rates."""
         return Interval(self._back(RATES_S)[0].snapshot, self._moments[-1].snapshot)
 
-    def steps(self) -> Interval | None:
-        """The interval of ``window``, for shares of time; None with a single snapshot."""
-        window = self.window()
-        return Interval(window[0].snapshot, window[-1].snapshot) if len(window) > 1 else None
+    def steps(self) -> Interval:
+        """The interval of ``window``, for shares of time. Its beginning is unknown with a single snapshot."""
+        *earlier, last = self.window()
+        return Interval(earlier[0].snapshot if earlier else None, last.snapshot)
 
     def window(self) -> list[Moment]:
         """The moments of the last ``window_s``, oldest first; the history must not be empty.
@@ -203,7 +198,9 @@ class History:
 
 def of_present_learner(moments: list[Moment]) -> list[Moment]:
     """The moments whose newest step was trained by the present learner."""
-    return [each for each in moments if each.learner == moments[-1].learner]
+    # The start of the learner that trained the newest step; None before the first step.
+    starts = [each.snapshot.train[-1].get("start", 0) if each.snapshot.train else None for each in moments]
+    return [each for each, start in zip(moments, starts, strict=True) if start == starts[-1]]
 
 
 # --- the newest snapshot ---
@@ -218,8 +215,8 @@ class SnapshotView(Moment):
         super().__init__(self._window[-1].snapshot)
         self.recent = history.recent()
         """Interval for rates."""
-        self.steps = history.steps() or Interval(None, self.snapshot)
-        """Interval for shares; without an older snapshot shares cover the time since each start."""
+        self.steps = history.steps()
+        """Interval for shares."""
         self.last: Line = self.snapshot.train[-1] if self.snapshot.train else {}
         """Line of the newest step; empty before the first."""
 

@@ -45,7 +45,7 @@ class Rows(DataTable[Text]):
     ]
 
     def __init__(self) -> None:
-        super().__init__(cursor_type="row", cell_padding=0, show_cursor=False, fixed_columns=1)
+        super().__init__(cursor_type="row", cell_padding=0, fixed_columns=1, cursor_foreground_priority="renderable")
         self._shown: list[Row] = []
         self._laid: list[tuple[Text, int]] = []
 
@@ -57,7 +57,9 @@ class Rows(DataTable[Text]):
 
     def show(self, table: Table) -> None:
         """Show a table: make new columns if the layout has changed, else draw only the changed cells."""
-        chosen, laid = self.chosen, table.laid()
+        # A column gets no narrower, so that the table keeps its place when a value gets shorter.
+        chosen, widths = self.chosen, {title.plain: width for title, width in self._laid}
+        laid = [(title, max(width, widths.get(title.plain, 0))) for title, width in table.laid()]
         if laid != self._laid:
             self.clear(columns=True)
             for title, width in laid:
@@ -78,11 +80,6 @@ class Rows(DataTable[Text]):
         if not table.newest_first and chosen in keys and self.chosen != chosen:
             # Take the last row with this key, because a heading has the key of the first row below it.
             self.move_cursor(row=len(keys) - 1 - keys[::-1].index(chosen))
-
-    def watch_has_focus(self, has_focus: bool) -> None:
-        """The cursor is seen where keys go."""
-        self.show_cursor = has_focus
-        super().watch_has_focus(has_focus)
 
 
 class PaneView(Vertical):

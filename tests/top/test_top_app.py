@@ -338,7 +338,7 @@ def test_a_replay_shows_the_same_after_a_jump_as_after_playing():
     for each in (jumped, played):
         newest, steps = each.history().newest, each.history().steps()
         assert newest is not None and newest.wall == WALL + 100.0
-        assert steps is not None and steps.seconds == pytest.approx(SHORTEST_S, abs=1.0)
+        assert steps.seconds == pytest.approx(SHORTEST_S, abs=1.0)
 
 
 def test_a_run_whose_clock_was_set_back_is_shown_to_its_end(tmp_path):
@@ -376,6 +376,24 @@ def test_a_new_viewer_shows_the_last_minutes(tmp_path):
         known.bottleneck,
     )
     assert recent_history(tmp_path / "nowhere").newest is None
+
+
+async def test_a_wide_table_scrolls_sideways_and_stays_there_when_values_get_shorter():
+    history = known(Run(hosts=1).between())
+    async with shown(SnapshotSource(history=history)) as (app, pilot):
+        assert " host" not in text_of(app)
+        await pilot.press(*["shift+right"] * 40)
+        await until(pilot, "most host")
+        assert "r/3" in text_of(app), "the names stay"
+        rows = app.panes["rollouters"].query_one(Rows)
+        await settled(pilot)
+        at = rows.scroll_offset.x
+        later(history, actors=[replace(actor, resources=[], state="up") for actor in history.newest.actors])
+        await pilot.press(*DRAW_AGAIN)
+        await settled(pilot)
+        assert rows.scroll_offset.x == at > 0
+        await pilot.press(*["left"] * 40)
+        await until(pilot, "up ")
 
 
 async def test_only_changed_cells_are_redrawn():
