@@ -228,10 +228,8 @@ def staleness(view: SnapshotView, choice: Choice) -> Pane:
         labelled("so far", words) if words else NONE,
     )
     histograms = next((actor.histograms for actor in view.of("learner")), {})
-    both = [
-        found.counts if (found := histograms.get(f"staleness/{what}")) is not None else []
-        for what in ("tokens", "groups")
-    ]
+    names = ("staleness/tokens", "staleness/groups")
+    both = [histograms[name].counts if name in histograms else [] for name in names]
     if not any(both):
         return Pane([head], about="learner/0")
     heads: list[RenderableType] = [text(word, "dim") for word in ("versions", "tokens", "", "", "groups", "", "")]

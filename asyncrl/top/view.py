@@ -125,16 +125,14 @@ class Moment:
         """
         rollouters = self.living("rollouter")
         outstanding, gate = (self.level("dataloader", f"tickets/{name}") for name in ("outstanding", "gate"))
+        stages = {name for actor in rollouters for name in actor.metrics if name.startswith(AT)}
         return {
             "dataloader_busy": total(actor.loop_busy for actor in self.living("dataloader")),
             "generating": self.level("rollouter", "rollout/in_flight"),
             "at_reward": self.level("rollouter", "rollout/scoring"),
             "lag": mean(versions_behind(self.run, actor) for actor in rollouters),
             "gate": None if outstanding is None or not gate else outstanding / gate,
-            **{
-                stage: self.level("rollouter", stage)
-                for stage in {name for actor in rollouters for name in actor.metrics if name.startswith(AT)}
-            },
+            **{stage: self.level("rollouter", stage) for stage in stages},
         }
 
 
