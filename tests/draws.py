@@ -13,7 +13,7 @@ DEFAULT = 100
 """Examples of a test without a number of its own."""
 TIMES = int(os.environ.get("ASYNCRL_TEST_DRAWS", "0"))
 """0: the same examples each time."""
-QUICK_SHARE = 5
+QUICK_SHARE = 10
 """``make quick`` draws one of so many examples."""
 _is_quick = False
 

@@ -96,7 +96,7 @@ def played_by(
             played = await asyncio.gather(*(play(world, prompt, at) for at, prompt in enumerate(prompts)))
             updating.cancel()
             await asyncio.wait({updating})
-            version = world.host.version
+            version = world.manager.version
         publisher.close()
         return world, played, version
 
