@@ -17,6 +17,7 @@ import inspect
 import os
 import random
 import resource
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 _MOST_DESCRIPTORS = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (_MOST_DESCRIPTORS, _MOST_DESCRIPTORS))
+
+# A shell lets its background processes ignore SIGINT. Tests and their children inherit that, so it is undone here.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).parent
 LONGEST_FOLDERS = ("e2e", "system", "launcher", "rollouter", "wire", "learner", "reward", "weights", "top", "sinks")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import signal
 import sys
 
 from asyncrl.cli.command_line import flushed
@@ -33,6 +32,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # A shell lets its background processes ignore SIGINT. Tests and their children inherit that, so it is undone here.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())
