@@ -72,7 +72,10 @@ def main() -> int:
 
 
 def _end(exit_code: int) -> NoReturn:
-    """End the process without the interpreter's teardown, which takes seconds with torch and vLLM."""
+    """End the process without the interpreter's teardown, which takes seconds with torch and vLLM.
+
+    The actor has closed its sockets and files, and the kernel frees the rest.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

@@ -92,7 +92,10 @@ def split_ssh_args(text: str) -> tuple[str, ...]:
 
 
 def split_flags(parser: Parser, argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Split off dotted flags, ``--a.b VALUE`` or ``--a.b=VALUE``; return their values by key, and the rest."""
+    """Split off the dotted flags, ``--a.b VALUE`` or ``--a.b=VALUE``; return their values by key, and the rest.
+
+    The last value of a repeated key counts. Ends the program on wrong usage.
+    """
     parser.takes_keys = True
     overrides: dict[str, str] = {}
     rest: list[str] = []
@@ -114,6 +117,7 @@ def split_flags(parser: Parser, argv: Sequence[str]) -> tuple[dict[str, str], li
 
 
 def split_names(text: str) -> list[str]:
+    """Split a list of names at commas and spaces."""
     return text.replace(",", " ").split()
 
 
@@ -226,6 +230,7 @@ def interruptible(program: str, command: Callable[[], int]) -> int:
 
 
 def raise_at_signals() -> None:
+    """Let the signals that end a run raise in this thread."""
     for stopping in heeded():
         signal.signal(stopping, _raise_interrupted)
 

@@ -54,6 +54,7 @@ CONNECT_S = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     try:
         return flushed(PROGRAM, lambda: _main(list(sys.argv[1:] if argv is None else argv)))
     except KeyboardInterrupt:
@@ -145,7 +146,10 @@ def _example(renderer: Renderer, tokenizer: Tokenizer) -> list[str]:
 def _show_agent(
     configs: Sequence[str], overrides: dict[str, str], command: Sequence[str], longest_s: float, *, as_json: bool
 ) -> int:
-    """Play one task with the agent ``command``, by default that of the configuration, and show the calls."""
+    """Play one task with an agent, show the calls, and return the exit code. Raises ConfigError.
+
+    ``command`` is the agent, or empty for the [episode] of the configuration. ``longest_s`` is --timeout.
+    """
     import asyncio
 
     from asyncrl.config.load import load_config

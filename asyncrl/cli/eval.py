@@ -47,6 +47,7 @@ SIGUSR2. An evaluation that was stopped has no result.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     return interruptible(PROGRAM, lambda: _main(list(sys.argv[1:] if argv is None else argv)))
 
 
@@ -102,7 +103,9 @@ class ExportFailed(Exception):
 def chosen_model(config: Config, model: str | None, checkpoint: str | None) -> Iterator[tuple[str | None, str]]:
     """Yield the path of the model to evaluate (None: model.path) and its name.
 
-    ``checkpoint``, as RUN or RUN@STEP, is exported to a temporary folder in run.dir. Raises ExportFailed.
+    ``checkpoint``, as RUN or RUN@STEP, is exported to a temporary folder in run.dir.
+
+    Raises AsyncRLError, OSError or ExportFailed.
     """
     if checkpoint is None:
         yield model, model or config.model.path or "simulated"

@@ -39,6 +39,7 @@ or no such checkpoint; 78 the model of the configuration is missing or is not th
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     return flushed(PROGRAM, lambda: _main(argv))
 
 
@@ -87,7 +88,10 @@ def _check_flags(parser: argparse.ArgumentParser, given: argparse.Namespace) -> 
 
 
 def _export_and_push(given: argparse.Namespace) -> tuple[int, str]:
-    """Write the model, and push it if the flag is given. Returns its version, and where it is."""
+    """Write the model, and push it if the flag is given. Returns its version, and where it is.
+
+    Raises AsyncRLError or OSError.
+    """
     with contextlib.ExitStack() as stack:
         if given.out is None:
             # The disk of the run has room for a model.
@@ -119,7 +123,10 @@ def _card(given: argparse.Namespace, config: Config, found: Found) -> str:
 
 
 def _export(given: argparse.Namespace) -> tuple[Config, Found]:
-    """Check the arguments, and write the model. Returns the run's configuration and the checkpoint."""
+    """Check the arguments, and write the model. Returns the run's configuration and the checkpoint.
+
+    Raises AsyncRLError or OSError.
+    """
     from asyncrl.core.errors import UsageError
 
     # Resolved, because the last part of a path may be ``..``.

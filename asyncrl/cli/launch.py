@@ -83,6 +83,7 @@ ALLOWED = (("data", "the prompts"), ("seed", "run.seed"), ("batch", "the geometr
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     return interruptible(PROGRAM, lambda: _main(list(sys.argv[1:] if argv is None else argv)))
 
 
@@ -168,7 +169,10 @@ class _Version(argparse.Action):
 
 
 def _run(given: argparse.Namespace, overrides: dict[str, str], detached: Detached | None, command: str) -> int:
-    """Run on this host, on the hosts of --hosts by ssh, or on the nodes of this SLURM job, and return the exit code."""
+    """Run on this host, on the hosts of --hosts by ssh, or on the nodes of this SLURM job, and return the exit code.
+
+    ``command`` is the user's command line for a later resume. Raises AsyncRLError or OSError.
+    """
     from asyncrl.config.load import load_config
     from asyncrl.launcher.launch import run_hosts
 

@@ -37,6 +37,7 @@ Exit codes: 0 done; 1 something cannot be read, written or served; 2 wrong usage
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     try:
         return flushed(PROGRAM, lambda: _main(argv))
     except KeyboardInterrupt:

@@ -63,7 +63,10 @@ def may_live(run_dir: Path, *, if_hidden: bool = True) -> bool:
 
 
 def live_run_place(run: str | None) -> str:
-    """Return the folder or HOST:PORT of a live run, by default of the newest. Raises UsageError if it has ended."""
+    """Return the folder or HOST:PORT of the live run that ``run`` means; for None, of the newest live run.
+
+    Raises UsageError if no run is live there, with the next step for the user.
+    """
     from asyncrl.core.errors import UsageError
     from asyncrl.launcher.run_folder.private import is_live
 

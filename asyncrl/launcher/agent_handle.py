@@ -84,10 +84,12 @@ class AgentHandle:
 
     @property
     def name(self) -> str:
+        """Name of the agent, with its host where there are several."""
         return agent_name(self.index) + (f" on {self.host}" if self.host else "")
 
     @property
     def log(self) -> str:
+        """File name of the agent's own log."""
         return f"agent-{self.index}.log"
 
     @property
@@ -210,6 +212,7 @@ async def kill_members(members: Sequence[AgentHandle], interrupts: Interrupts) -
 
 
 def hang_up(members: Sequence[AgentHandle]) -> None:
+    """Cut the connection of every agent that has not ended."""
     for member in members:
         if not member.over:
             member.cut()

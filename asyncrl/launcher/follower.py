@@ -244,7 +244,10 @@ class Follower:
         await kill_members(self.members, self.interrupts)
 
     async def _preempt_head(self) -> None:
-        """Ask the head's agent to preempt the run. If its connection is lost, ask over a new one."""
+        """Ask the head's agent to preempt the run. If its connection is lost, ask over a new one.
+
+        The agent decides whether there is anything to keep in a checkpoint.
+        """
         if not self._head.lost:
             self._head.send(PREEMPT + cause_of(self.interrupts.signal).encode() + b"\n")
             return
@@ -332,7 +335,10 @@ class Follower:
             self.progress.say(f"{member.host}: {what}" + (", after its agent was killed" if answer.killed else ""))
 
     async def _ask_again(self, member: AgentHandle, within_s: float, **order: Any) -> HostEnded:
-        """Send an EndOrder with the fields ``order`` over a new connection. Raises TimeoutError or HostFailed."""
+        """Send the member's host an EndOrder over a new connection, and return its answer within ``within_s`` seconds.
+
+        ``order`` are fields of the EndOrder. Raises TimeoutError or HostFailed, also if the answer cannot be read.
+        """
         contact = Contact(member.host, member.contact.start)
         try:
             async with asyncio.timeout(within_s):

@@ -48,7 +48,10 @@ SLACK_S = 30.0
 
 
 def for_hosts(config: Config, count: int) -> Config:
-    """Return the configuration for ``count`` hosts. Raises ConfigError for ``network.host`` of several hosts."""
+    """Return the configuration for ``count`` hosts: with several, security.curve = "auto" becomes "required".
+
+    Raises ConfigError if ``network.host`` is set for several hosts.
+    """
     if count == 1:
         return config
     if config.network.host != NetworkConfig().host:
@@ -66,7 +69,10 @@ def for_hosts(config: Config, count: int) -> Config:
 
 
 def host_of(line: HostLine, facts: HostOffer, address: str) -> PlacementHost:
-    """Return a host for the placement. Raises UsageError if it has fewer GPUs than its line of the hostfile says."""
+    """Return a host for the placement, from its line of the hostfile and its ``facts``.
+
+    Raises UsageError if the host has fewer GPUs than the line says.
+    """
     return PlacementHost(
         name=line.name,
         cpus=facts.cpus,

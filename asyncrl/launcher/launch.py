@@ -179,6 +179,7 @@ class Launch:
 
     @property
     def run_dir(self) -> Path:
+        """The folder of run folders."""
         return Path(self.config.run.dir).absolute()
 
     def look_here(self, resume: str | None, *, shared: bool, everywhere: bool) -> None:
@@ -260,7 +261,10 @@ class Launch:
         return actors or {self.head: list(self.config.actors)}
 
     async def _place(self, *, with_checks: bool) -> None:
-        """Find addresses, place the actors, run the checks, and release hosts without an actor. Raises ConfigError."""
+        """Find the hosts' addresses, place the actors, run the checks, and release hosts without an actor.
+
+        Raises ConfigError with the problems of both placement and checks, or UsageError.
+        """
         address_of = await self._addresses()
         self.hosts = [host_of(line, self.facts[line.name], address_of[line.name]) for line in self.lines]
         problems = []
@@ -459,7 +463,10 @@ def plan_rows(
     resumption: Resumption | None,
     hosts: Sequence[str] = (),
 ) -> list[str]:
-    """Return the rows of ``--dry-run``: placement, checks, hosts, and the run folder or the run that is resumed."""
+    """Return the rows of ``--dry-run``: placement, checks, hosts, and the run folder or the run that is resumed.
+
+    ``hosts`` are the finished rows of several hosts, empty for one. A run that is finished has no ``findings``.
+    """
     found = describe(config, placed)
     found += ["", "checks:", *(f"  {row}" for row in rows(findings))] if findings else []
     found += ["", "hosts:", *hosts] if hosts else []

@@ -77,7 +77,10 @@ def start_of(container: str | None) -> SlurmStart:
 
 
 def resume_of(config: Config, given: str | None) -> str | None:
-    """Return the value of --resume for a job: the user's, else "auto" if a run of its name exists, else None."""
+    """Return the value of --resume for a job: the user's, else "auto" if a run of its name exists, else None.
+
+    Raises OSError.
+    """
     return given or (AUTO if runs_of_name(config) else None)
 
 
@@ -101,7 +104,10 @@ def batch_script(config: Config, argv: Sequence[str], *, nodes: int, options: st
 
 
 def left_open(config: Config, *, nodes: int, options: str, env: Mapping[str, str] = os.environ) -> list[str]:
-    """Return warnings for resources (CPUs, time, GPUs) that the job does not request, with the option to add."""
+    """Return warnings for resources that the job does not request, each with the option to add.
+
+    They are about CPUs, the time, and GPUs if the configuration does not say whether it uses some.
+    """
     requested, gpus = _requested_by_user(options, env), gpus_of_a_node(config, nodes)
     warnings = []
     if gpus is None and "gpus" not in requested:
@@ -143,7 +149,11 @@ def gpus_of_a_node(config: Config, nodes: int) -> int | None:
 
 
 def _processes_by_node(config: Config, nodes: int, gpus: int) -> list[int] | None:
-    """Return the number of processes on each node with ``gpus`` GPUs; None if the actors do not fit."""
+    """Place the actors on ``nodes`` nodes with ``gpus`` GPUs each, and return the number of processes on each node.
+
+    The processes are the actors, the reward workers, and the episode workers, unless episodes are commands. Returns
+    None if the actors do not fit.
+    """
     hosts = [PlacementHost(name=str(node), cpus=1, gpus=tuple(map(str, range(gpus)))) for node in range(nodes)]
     try:
         placed = place(with_episode_hosts(config, hosts), hosts)
@@ -157,7 +167,10 @@ def _processes_by_node(config: Config, nodes: int, gpus: int) -> list[int] | Non
 
 
 def _resource_options(config: Config, nodes: int, options: str) -> list[str]:
-    """Return the options of sbatch that request GPUs and CPUs, unless the user sets them or no GPUs are used."""
+    """Return the options of sbatch that request GPUs and CPUs, unless the user's own options set them.
+
+    Returns no options if the configuration uses no GPUs, or does not say whether it does.
+    """
     requested, gpus = _requested_by_user(options, os.environ), gpus_of_a_node(config, nodes)
     if not gpus:
         return []
@@ -179,7 +192,10 @@ def _requested_by_user(options: str, env: Mapping[str, str]) -> set[str]:
 
 
 def submit(config: Config, script: str) -> tuple[str, Path, str]:
-    """Write the script to ``run.dir`` and submit it; return the job's id, and the paths of script and output."""
+    """Write the script to ``run.dir`` and submit it with sbatch. Raises HostFailed or OSError.
+
+    Returns the job's id, the path of the script, and the path of the job's output.
+    """
     _find("sbatch")
     folder = Path(config.run.dir).absolute()
     folder.mkdir(parents=True, exist_ok=True)

@@ -58,6 +58,7 @@ class Confinement:
     """Folder of the run. The workers are isolated from it and from its sibling runs; None for no isolation."""
 
     def env(self) -> dict[str, str]:
+        """The environment of a worker that starts now."""
         return users_environment(os.environ, self.named)
 
     @property
@@ -70,7 +71,10 @@ UNISOLATED = Confinement()
 
 
 async def confine(config: SecurityConfig, run_dir: Path, warn: Callable[[str], None]) -> Confinement:
-    """Decide the confinement of an actor's workers. Raises ConfigError if isolation is required and impossible."""
+    """Decide the confinement of an actor's workers. Calls ``warn`` with the reason if they cannot be isolated.
+
+    Raises ConfigError if isolation is required and impossible.
+    """
     named = config.user_environment
     if config.isolate_user_code == "off":
         return Confinement(named)

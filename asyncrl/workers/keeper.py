@@ -48,7 +48,10 @@ END_S = 0.8
 
 
 def main() -> None:
-    """Read the first frame, run the program, kill all processes that are left, and report."""
+    """Read the first frame, run the program, kill all processes that are left, and report.
+
+    Does nothing if the actor closes the socket, or asks for the end, before the program is started.
+    """
     isolation.obey(sys.argv[1:])
     for number in IGNORED:
         signal.signal(number, lambda *_: None)

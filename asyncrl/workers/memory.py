@@ -39,6 +39,7 @@ class MemoryLimit:
         return _private_bytes() - self._bytes_at_start > self.more_bytes // 2
 
     def open_reserve(self) -> None:
+        """Raise the limit by the reserve."""
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
@@ -74,6 +75,7 @@ def held_beyond(pid: int, limit: int) -> tuple[int, int] | None:
 
 
 def family(pid: int) -> list[int]:
+    """Return the pids of a process and its descendants."""
     pids = [pid]
     # The list grows during the loop.
     for parent in pids:

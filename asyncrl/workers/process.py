@@ -115,7 +115,10 @@ class WorkerProcess:
         return self._worker_pid or self._process.pid
 
     def kill(self, reason: str) -> None:
-        """Kill the process and its descendants, through a warden if it has one. ``on_end`` gets the first reason."""
+        """Kill the process and its descendants, through its warden if it has one. ``on_end`` gets the first ``reason``.
+
+        A process that survives is killed directly later (``_reap``).
+        """
         self._fault = self._fault or reason
         self.killed = True
         # Until it is reaped, no other process or group can have its pid.
@@ -251,7 +254,10 @@ class WorkerProcess:
 
 
 def kill_living(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Kill those that still live, and return them; spares new processes with an old pid, and other users'."""
+    """Send SIGKILL to those processes that still live, and return them.
+
+    A new process with an old pid is spared, and so is a process of another user.
+    """
     living = []
     for process in processes:
         # AccessDenied: it runs as another user, as by sudo.
@@ -263,7 +269,10 @@ def kill_living(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def describe_exit(code: int, memory_key: str) -> str:
-    """Describe the end of a worker process that was not killed, as a verb phrase about the user's code."""
+    """Describe the end of a worker process that was not killed, as a verb phrase about the user's code.
+
+    ``memory_key`` is the key of its memory limit in the configuration.
+    """
     if code == NO_SOCKET_EXIT:
         return SOCKET_CLOSED
     if code == NO_MEMORY_EXIT:
@@ -346,5 +355,6 @@ class Output:
         return text, dropped
 
     def close(self) -> None:
+        """Close the pipe."""
         os.close(self.read_fd)
         os.close(self._nowhere)

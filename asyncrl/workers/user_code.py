@@ -183,6 +183,8 @@ def find_place(spec: str) -> str:
     """FILE:LINE of the definition of MODULE:NAME, found without an import.
 
     Only FILE if the file neither defines the name at its top level nor has it in PLACES; empty if there is no module.
+
+    Searches for the module as an import would: in the working directory, then on the path.
     """
     module, _, name = spec.partition(":")
     path = find_source(module) if name else None

@@ -50,6 +50,7 @@ def end(pid: int) -> None:
 
 
 def main() -> None:
+    """Fork into warden and worker, and run the module in the worker."""
     parent, module, arguments = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     fork_worker(parent)
     sys.argv = [module, *arguments]
@@ -57,7 +58,10 @@ def main() -> None:
 
 
 def fork_worker(parent: int) -> None:
-    """Fork: the child returns as the worker, and this process becomes its warden, which ends when ``parent`` dies."""
+    """Fork: the child returns as the worker, and this process becomes its warden and does not return.
+
+    ``parent`` is the pid of the process that started this one; the warden ends when it dies.
+    """
     # Before the fork, so that no signal is lost: blocked signals wait for ``sigwait``.
     signal.pthread_sigmask(signal.SIG_BLOCK, WAITED_FOR)
     become_subreaper()

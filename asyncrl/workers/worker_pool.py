@@ -205,7 +205,10 @@ class WorkerPool(Generic[P]):
         raise NotImplementedError
 
     def _on_worker_end(self, place: P, reason: str, *, was_ready: bool) -> None:
-        """Handle the end of a worker; ``reason`` is a verb phrase about the user's code (process.describe_exit)."""
+        """Handle the end of a worker; the pool starts another after this call.
+
+        ``reason`` is a verb phrase about the user's code (process.describe_exit).
+        """
 
     def _on_lone_removed(self) -> None:
         """Called when a lone place was removed after the end of its worker."""
@@ -260,7 +263,10 @@ class WorkerPool(Generic[P]):
             self._handle_failed_start(place, f"cannot start a process: {error}")
 
     def _handle_ready(self, place: P, frame: bytes | bytearray) -> None:
-        """Handle the first frame of a worker, a ``Ready``: kill it if there are problems, else mark its place ready."""
+        """Handle the first frame of a worker, a ``Ready``: kill it if there are problems, else mark its place ready.
+
+        Further frames go to ``_handle_frame`` of the subclass.
+        """
         assert place.process is not None
         ready = _ready.decode(frame)
         if ready.problems:
@@ -276,7 +282,10 @@ class WorkerPool(Generic[P]):
         self._ready(place)
 
     def _handle_failed_start(self, place: P, reason: str) -> None:
-        """Remove a lone place, fail the start of the pool or the pool, or try again after a growing pause."""
+        """Handle a failed start: remove a lone place, fail the start of the pool or the pool, or try again later.
+
+        The pause before the next try doubles with each failure in a row, up to LONGEST_BACKOFF_S.
+        """
         if place.lone:
             self._lone.remove(place)
             self._on_worker_end(place, reason, was_ready=False)
@@ -292,7 +301,10 @@ class WorkerPool(Generic[P]):
         place.restart = self._loop.call_later(pause_s, self._launch, place)
 
     def _handle_end(self, place: P, process: WorkerProcess, reason: str) -> None:
-        """Pass on a worker's last output, call ``_on_worker_end``, and start the next one, except in a lone place."""
+        """Handle the end of a worker: pass on its last output, call ``_on_worker_end``, and start the next one.
+
+        No worker follows in a lone place, which is removed, or after the end of the pool.
+        """
         self._hand_out(place, process, end_of_call=True)
         was_ready, place.ready = place.ready, False
         if not self._end.done():

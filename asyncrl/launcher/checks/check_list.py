@@ -85,6 +85,7 @@ class CheckedHost:
         return any(missing_bytes(pin) for pin in self.order.pins)
 
     def has(self, role: str) -> bool:
+        """Whether an actor of this role is on the host."""
         return bool(count(self.order.actors, role))
 
     @property
@@ -108,6 +109,7 @@ class CheckedHost:
 
     @cached_property
     def inputs(self) -> asyncio.Task[Inputs]:
+        """A task with the findings on tokenizer, data and scoring models, and sample rows (inputs.py)."""
         return asyncio.create_task(self._read_inputs())
 
     async def _read_inputs(self) -> Inputs:
@@ -237,6 +239,7 @@ async def _sinks(host: CheckedHost) -> list[Finding]:
 
 
 def is_installed(package: str) -> bool:
+    """Whether a package can be imported."""
     spec = find_spec(package)
     # Python also finds a mere folder of that name, as wandb creates one; its spec has no origin.
     return spec is not None and spec.origin is not None

@@ -19,6 +19,8 @@ FAILED_EXIT_CODE = 1
 
 
 class Finding(msgspec.Struct, frozen=True):
+    """The result of one check on one host."""
+
     host: str
     """Name as in the hostfile; empty for all hosts together."""
     check: str
@@ -32,6 +34,7 @@ class Finding(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
+        """One line with the key, the detail and the fix."""
         row = f"{self.key}: {self.detail}" if self.key else self.detail
         return " ".join((row + (f"; fix: {self.fix}" if self.fix else "")).splitlines())
 
@@ -127,14 +130,17 @@ def fail(check: str, detail: str, fix: str, host: str = ALL_HOSTS, *, key: str =
 
 
 def on_host(host: str, findings: Iterable[Finding]) -> list[Finding]:
+    """Return copies of the findings with this host."""
     return [msgspec.structs.replace(finding, host=host) for finding in findings]
 
 
 def errors_of(findings: Iterable[Finding]) -> list[str]:
+    """A line for each finding that prevents the start."""
     return [finding._line for finding in findings if finding.result == "fail"]
 
 
 def warnings_of(findings: Iterable[Finding]) -> list[str]:
+    """A line for each warning."""
     return [f"warning: {finding._line}" for finding in findings if finding.result == "warn"]
 
 
@@ -161,4 +167,5 @@ def counts(findings: Sequence[Finding]) -> str:
 
 
 def as_json(findings: Sequence[Finding]) -> str:
+    """A JSON list of objects with the keys host, check, result, detail, fix, key."""
     return msgspec.json.format(msgspec.json.encode(findings), indent=2).decode()

@@ -62,7 +62,10 @@ class Unavailable(Exception):
 
 
 async def pin(config: Config, keys: Collection[str] | None = None) -> Pins:
-    """Pin the names of ``config`` (by default of all keys) in a process; those in ``hub.pinned`` stay. Never raises."""
+    """Pin the names of ``config`` in a process, by default those of all keys. Never raises.
+
+    Names in ``hub.pinned`` keep their commits.
+    """
     asked = {key: name for key, name in asked_names(config).items() if keys is None or key in keys}
     if not asked:
         return Pins()
@@ -101,7 +104,11 @@ def describe_pin(pin: Pin) -> Finding:
 
 
 def local_config(config: Config, keys: Collection[str] | None = None, *, with_weights: bool = True) -> Config:
-    """Return the configuration with this host's folders, and download what they lack, for a command without a run."""
+    """Return the configuration with this host's folders, and download what they lack, for a command without a run.
+
+    ``keys`` are those that the command needs, by default all. Without ``with_weights``, weights are left out. Raises
+    ConfigError.
+    """
     return asyncio.run(_local_config(config, keys, with_weights=with_weights))
 
 
@@ -120,6 +127,7 @@ def _without_weights(pin: Pin) -> Pin:
 
 
 def name_of(pin: Pin) -> HubName:
+    """Return the name with the commit."""
     return parse_pinned(pin.key, pin.name)
 
 
@@ -225,7 +233,10 @@ def download(name: HubName, files: Mapping[str, int]) -> None:
 
 
 def push(folder: Path, repo: str, *, is_private: bool, message: str) -> str:
-    """Upload a folder to the repository ``repo``, made if it is missing; return its address. Raises HubRefused."""
+    """Upload a folder to the model repository ``repo``, which is made if it is missing, and return its address.
+
+    This runs in the caller's process. Raises HubRefused.
+    """
     try:
         from huggingface_hub import HfApi
 

@@ -73,6 +73,8 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Inputs(msgspec.Struct, frozen=True):
+    """Findings, and sample rows for the reward function."""
+
     findings: list[Finding] = []
     samples: list[Sample] = []
 
@@ -146,6 +148,8 @@ def read_inputs(
 
 
 class FirstRow(msgspec.Struct, frozen=True):
+    """A usable row at the start of a set."""
+
     place: str
     """FILE:LINE."""
     text: str
@@ -366,7 +370,10 @@ def judge(report: ChatReport) -> Finding:
 
 
 def check_conversations(config: Config, tokenizer: Tokenizer, seconds: float) -> list[Finding]:
-    """Read and encode the conversations of sft.data as the learner does, for about ``seconds`` at most."""
+    """Read and encode the conversations of sft.data as the learner does, for about ``seconds`` at most.
+
+    Reads nothing and fails if sft.max_tokens is above the context length of the model.
+    """
     window, limit = window_of(config), config.sft.max_tokens
     if window is not None and limit is not None and limit > window:
         text = f"is {limit}, and the model has max_position_embeddings = {window}"
@@ -375,6 +382,7 @@ def check_conversations(config: Config, tokenizer: Tokenizer, seconds: float) ->
     is_cut = False
 
     def goes_on() -> bool:
+        """Whether there is time for another row."""
         nonlocal is_cut
         is_cut = time.monotonic() >= end
         return not is_cut

@@ -34,7 +34,11 @@ KEY = "model.path"
 
 
 def measure(folder: Path, lora: LoraConfig | None = None) -> ModelSize:
-    """Check all weight files; return the model's size, with ``lora`` also that of its adapters. Raises Unreadable."""
+    """Check all weight files of the folder and return the model's size.
+
+    With ``lora``, the size includes an estimate of its adapters. Raises Unreadable (or its subclass Untrainable), and
+    OSError.
+    """
     parameters = size = adapters = 0
     for file, indexed in weight_files(folder).items():
         file_bytes = file.stat().st_size
@@ -75,7 +79,10 @@ def digest(folder: Path) -> str:
 def check_model(
     path: str | None, lora: LoraConfig | None = None, *, key: str = KEY
 ) -> tuple[Finding, ModelSize | None]:
-    """Check the model folder that ``key`` names; return the finding, and the size (with adapters) if it passes."""
+    """Check the model folder ``path``, which the configuration's ``key`` names.
+
+    Returns the finding and, if it passes, the model's size (with adapters if ``lora`` is given).
+    """
     if path is None:
         return ok("model", "none: everything is simulated", key=key), None
     folder = Path(path)
@@ -98,7 +105,10 @@ def check_model(
 
 
 def check_window(config: Config) -> Finding | None:
-    """Fail if the engine's context, or by default the longest sequence, exceeds the model's known context length."""
+    """Fail if the engine's context, or by default the longest sequence, exceeds the model's context length.
+
+    None if it fits, if the model's context length is unknown, or if the engine makes up its tokens.
+    """
     window = window_of(config) if not config.rollout.traits.makes_up else None
     need = config.rollout.engine_context or config.longest_sequence
     if window is None or need <= window:

@@ -37,6 +37,8 @@ DESCRIPTORS_OF_A_BUCKET = 6
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
+    """Size of the model's weights."""
+
     parameters: int
     """Number of parameters, without adapters."""
     bytes: int
@@ -45,6 +47,7 @@ class ModelSize:
 
     @property
     def trained(self) -> int:
+        """Number of parameters that are trained."""
         return self.adapters or self.parameters
 
     def published(self, config: Config) -> int:
@@ -131,4 +134,5 @@ def descriptors_need(config: Config | None, size: ModelSize | None) -> Need:
 
 
 def count(actors: Sequence[str], role: str) -> int:
+    """Count the actors that have this role."""
     return sum(role_of(name) == role for name in actors)

@@ -114,6 +114,7 @@ def check_ports(address: str, ports: str, controller_port: int, needed: int) -> 
 
 
 def infiniband_devices() -> list[str]:
+    """List this host's InfiniBand devices by name."""
     try:
         return sorted(os.listdir(INFINIBAND))
     except OSError:

@@ -109,7 +109,10 @@ def _group_limits() -> list[tuple[int, int]]:
 
 
 def judge_memory(total: int, available: int, need: Need) -> Finding:
-    """Judge the memory (bytes). Memory that other processes use now may be free later, so it only gives a warning."""
+    """Judge the memory, in bytes.
+
+    It fails only if ``need.least`` exceeds the total, because other processes may free what they use now.
+    """
     text = f"{in_bytes(available)} of {in_bytes(total)} available; about {in_bytes(need.wanted)} are needed"
     if need.least > total:
         fix = "take a host with more memory, fewer actors there, a smaller model or rollout.vllm.cpu_kv_cache_bytes"

@@ -115,7 +115,10 @@ def tokens_of(folder: Path) -> dict[int, str] | None:
 
 
 async def check_server(url: str, config: Config, tokenizer: Tokenizer) -> Finding:
-    """Send a teacher's server each kind of request of a run, and compare tokens and context length."""
+    """Send a teacher's server each kind of request of a run.
+
+    Fails if it does not answer, has another tokenizer than the policy, or takes too short sequences.
+    """
     settings = config.learner.teacher_server
     client = TeacherClient(url, settings.model_copy(update={"timeout_s": min(settings.timeout_s, ASK_S)}))
     try:
@@ -156,6 +159,7 @@ def _sample(tokenizer: Tokenizer) -> tuple[str, list[int]]:
 
 
 def highest_id(config: Config, tokenizer: Tokenizer) -> int:
+    """Return the highest id of the policy's tokens."""
     tokens = tokens_of(Path(config.model.path)) if config.model.path is not None else None
     return max(tokens) if tokens else tokenizer.vocabulary - 1
 

@@ -123,7 +123,10 @@ class RewardTrial:
         return await self._pool.score(request)
 
     async def call(self, samples: Sequence[Sample]) -> Finding:
-        """Call the function on each sample until the time is over, and judge the results."""
+        """Call the function on each sample until the time is over, and judge the results.
+
+        If not even the first call ends in that time, the finding is a warning.
+        """
         trials: dict[str, Trial] = {}
         calls = list(_calls(self._reward, samples, self._group_size, self._own_options))
         try:
@@ -170,7 +173,10 @@ def _calls(
 
 
 def judge(reward: RewardConfig, trials: dict[str, Trial], *, calls: int, timed_out: int) -> Finding:
-    """Turn the results of all ``calls``, by set of prompts, into one finding by the rules of the module. Pure."""
+    """Turn the results of all calls into one finding, by the rules in the module's docstring. Pure.
+
+    ``trials`` has the outcome by set of prompts. ``calls`` were planned, ``timed_out`` of them timed out.
+    """
     function = reward.function
     errors = [error for trial in trials.values() for error in trial.errors]
     shown = [text for trial in trials.values() for text in trial.shown]

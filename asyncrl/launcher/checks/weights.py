@@ -74,7 +74,10 @@ def weight_files(folder: Path) -> dict[Path, list[str]]:
 
 
 def check_form(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Raise Untrainable for adapters in the folder, and for quantization in config.json (``settings``)."""
+    """Check that the folder holds no adapter and that its config.json names no quantization. Raises Untrainable.
+
+    ``settings`` is the content of config.json, empty if the folder has no such file.
+    """
     if adapter_files := [name for name in ADAPTERS if (folder / name).is_file()]:
         raise _adapter_error(folder, adapter_files, alone=not any((folder / name).is_file() for name in LOADED))
     for part in (settings, settings.get("text_config"), settings.get("llm_config")):

@@ -62,6 +62,8 @@ class RouteQuery(Struct, frozen=True, kw_only=True, tag="routes"):
 
 
 class Routes(Struct, frozen=True, kw_only=True, tag="routes"):
+    """The answer to RouteQuery."""
+
     named: list[str]
     """Addresses to which the head's name resolves on this host; empty if it does not resolve."""
     via: dict[str, str]

@@ -111,7 +111,10 @@ def place(config: Config, hosts: Sequence[PlacementHost]) -> list[Placed]:
 
 
 def with_gpus(config: Config, hosts: Sequence[PlacementHost]) -> Config:
-    """Return the config with rollout.gpus_per_replica set: by default 1 if engines use GPUs of a host, else 0."""
+    """Return the config with rollout.gpus_per_replica set.
+
+    If the user leaves it out, it is 1 if the engines use GPUs and a host has some, else 0. Raises ConfigError.
+    """
     if config.rollout.gpus_per_replica is not None:
         return config
     tree = config.model_dump(mode="json")
@@ -198,7 +201,10 @@ class _Layout:
 
 
 def _layout(config: Config, hosts: Sequence[PlacementHost]) -> _Layout:
-    """Divide ranks and engines over the hosts, with placement.share. Raises ConfigError if they do not fit."""
+    """Divide ranks and engines over the hosts, on shared GPUs if placement.share wants or allows it.
+
+    Raises ConfigError if they do not fit.
+    """
     share = config.placement.share
     if not (_learner_on_gpu(config, hosts) and _gpus_per_replica(config)):
         # Only one side uses GPUs.
@@ -427,7 +433,10 @@ def _interface_environment(host: PlacementHost) -> dict[str, str]:
 def _torch_environment(
     config: Config, head: PlacementHost, ranks: Sequence[int], index: int, local: int
 ) -> dict[str, str]:
-    """Return the variables of torch.distributed for the rank with number ``local`` on the host at ``index``."""
+    """Return the variables that torch.distributed reads, for the rank with number ``local`` on the host at ``index``.
+
+    ``ranks`` has the number of ranks on each host. The ranks themselves agree on the port.
+    """
     return {
         "RANK": str(sum(ranks[:index]) + local),
         "LOCAL_RANK": str(local),
@@ -440,6 +449,7 @@ def _torch_environment(
 
 
 def describe(config: Config, placed: Sequence[Placed]) -> list[str]:
+    """Return lines for people: the placement of each actor, and the numbers derived from the configuration."""
     width = max(len(actor.name) for actor in placed)
     host_width = max(len(actor.host) for actor in placed)
     rows = ["", "placement:"]

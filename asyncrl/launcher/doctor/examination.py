@@ -153,7 +153,10 @@ class Examination:
     async def _ask_all(
         self, question: Callable[[Contact], Awaitable[T]], hosts: Sequence[str] | None = None
     ) -> dict[str, T]:
-        """Ask these hosts in parallel, by default all that still answer; return the answers by host, in their order."""
+        """Ask these hosts in parallel (by default every host that still answers); return the answers by host.
+
+        The order is that of the hostfile. A host that does not answer is absent, and is not asked again.
+        """
         names = [host for host in self._contacts if hosts is None or host in hosts]
         answers = await asyncio.gather(*(self._ask(self._contacts[host], question) for host in names))
         # ``_ask`` returns None or a tuple of one.
@@ -310,7 +313,10 @@ class Examination:
                 self._add_or_replace([fail("checkpoint_dir", text, fix, host)])
 
     async def _who_sees(self, folder: str, name: str) -> Mapping[str, bool]:
-        """Ask which hosts see a file that the head creates in the folder; empty if the head cannot create it."""
+        """Let the head create the file ``name`` in the folder, and ask each host whether it sees that file.
+
+        Returns True or False by host; empty if the head cannot create the file.
+        """
         created = await self._ask_all(lambda contact: contact.ask(Mark(path=folder, name=name), Marked), [self._head])
         path = next((each.path for each in created.values()), "")
         if not path:

@@ -69,6 +69,8 @@ COPIED_BYTES = 64 << 20
 
 
 class Answer(msgspec.Struct):
+    """The samples that were made, and the reasons why others were not."""
+
     groups: list[SampleGroup] = []
     problems: list[str] = []
     printed: str = ""
@@ -140,7 +142,10 @@ class Generator:
         """Renders the contexts of episodes; None before ``start``, and for single responses."""
 
     async def start(self, stack: AsyncExitStack) -> None:
-        """Start the reward function and the engine, which ``stack`` ends, and load the model's weights."""
+        """Start the reward function and the engine, and load the model's weights into the engine.
+
+        ``stack`` ends both. Raises ConfigError and AsyncRLError.
+        """
         config = self._config
         if not config.only_episodes_score:
             trial = self._trial = await stack.enter_async_context(RewardTrial(config))
@@ -173,7 +178,10 @@ class Generator:
             await asyncio.gather(died, working, return_exceptions=True)
 
     async def group(self, prompt: FirstRow, number: int) -> SampleGroup:
-        """Sample and score one response to a prompt, or a whole group if the reward function scores groups."""
+        """Sample and score one response to a prompt, or a whole group if the reward function scores groups.
+
+        ``number`` is the position of the prompt, from 0.
+        """
         assert prompt.ids is not None
         samples = self._config.rollout.samples_per_prompt if self._config.reward.per == "group" else 1
         lease = lone_lease(
@@ -254,7 +262,10 @@ def _as_sample(trajectory: Trajectory) -> SampleTrajectory:
 
 
 def stage_model(config: Config) -> HeldVersion:
-    """Copy the weights into sealed memory, as version 0; without a model, one small tensor. Raises ConfigError."""
+    """Copy the model's weights into sealed memory, as version 0; the caller closes it.
+
+    Without a model, a simulated engine gets one small tensor. Raises ConfigError.
+    """
     buckets: list[tuple[Bucket, int]] = []
     try:
         if config.model.path is None:
@@ -295,7 +306,10 @@ def _copy_file(path: Path) -> tuple[Bucket, int]:
 def _make_bucket(
     shapes: list[tuple[str, str, tuple[int, ...]]], tensors: Mapping[str, Tensor], path: Path | None
 ) -> tuple[Bucket, int]:
-    """Copy tensors, or zeros without a file, into a bucket; return it with the descriptor of its memory."""
+    """Create a bucket for tensors of these names, dtypes and shapes; return it with the descriptor of its memory.
+
+    ``tensors`` has the byte range of each in the file ``path``. Without a file the bucket holds zeros.
+    """
     specs, size = layout(shapes)
     segment = Segment("asyncrl-model", size)
     try:

@@ -114,6 +114,7 @@ def find_leftovers(order: FindLeftovers) -> Checked:
 
 
 def mark(order: Mark, left: contextlib.ExitStack) -> Marked:
+    """Create a file, which is removed when ``left`` is closed."""
     path = nearest_folder(Path(order.path)) / order.name
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -226,6 +227,7 @@ def _read_line(peer: socket.socket) -> bytes:
 
 
 def connect(order: Connect) -> Connected:
+    """Try to connect to each port of each peer, in parallel."""
     attempts = [(peer, ports, number) for peer in order.peers for ports, number in peer.ports.items()]
 
     def try_one(attempt: tuple[Listener, str, int]) -> str:

@@ -68,7 +68,10 @@ class Leftover:
 
 
 def check_leftovers(runs: Path | None, *, is_head: bool, fix: bool) -> Finding:
-    """Report the leftovers of this host; with ``fix``, first remove those that are certainly dead."""
+    """Report the leftovers of this host; with ``fix``, first remove those that are certainly dead.
+
+    ``runs`` is the folder that holds the run folders; None if it is the head's too, and the head looks through it.
+    """
     leftovers = find_leftovers(runs, is_head=is_head)
     removed = [one for one in leftovers if fix and one.certain and remove(one)]
     remaining = [one for one in leftovers if one not in removed]
@@ -84,7 +87,10 @@ def check_leftovers(runs: Path | None, *, is_head: bool, fix: bool) -> Finding:
 
 
 def find_leftovers(runs: Path | None, *, is_head: bool) -> list[Leftover]:
-    """List the leftovers of this host, and on the head also the unfinished checkpoints of runs."""
+    """List the leftovers of this host: private folders, unfinished checkpoints, scratch folders and processes.
+
+    Only the head looks for unfinished checkpoints, because it sees the locks of the runs.
+    """
     return [
         *(_private_folders(runs) if runs is not None else ()),
         *(_unfinished_checkpoints(runs) if runs is not None and is_head else ()),
@@ -121,7 +127,10 @@ def is_held(run: Path | None) -> bool:
 
 
 def are_locks_shared(path: Path, mounts: str | None = None) -> bool:
-    """Whether a lock that is free here is free on every host, by the mount options of the file system (``mounts``)."""
+    """Whether a lock that is free here is free on every host, by the mount options of the file system at ``path``.
+
+    ``mounts`` is the text of /proc/self/mountinfo; by default it is read.
+    """
     if mounts is None:
         try:
             mounts = Path("/proc/self/mountinfo").read_text()
@@ -225,7 +234,10 @@ def orphans(processes: dict[int, Process]) -> list[tuple[Process, bool]]:
 
 
 def _kill(process: Process) -> bool:
-    """Kill the process if it is still certainly an orphan. Returns whether it is killed or its id is unused."""
+    """Kill the process if it is still certainly an orphan. Returns whether it is killed or its id is unused.
+
+    False also if another process has the id now.
+    """
     try:
         handle = os.pidfd_open(process.pid)
     except ProcessLookupError:

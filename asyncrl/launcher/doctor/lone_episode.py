@@ -104,7 +104,10 @@ def for_script(config: Config, command: Sequence[str], longest_s: float) -> Conf
 
 
 async def play_scripted(config: Config, *, with_data: bool) -> Played:
-    """Play one attempt with the scripted policy, at the first task of the data or at QUESTION, and report it."""
+    """Play one attempt with the scripted policy, at the first task of the data or at QUESTION, and report it.
+
+    Raises ConfigError, CannotPlay.
+    """
     prompt, row, source = await _task(config) if with_data else (QUESTION, {"prompt": QUESTION}, "")
     tokenizer = tokenizer_of(config)
     renderer = make_renderer(config, tokenizer)
@@ -218,7 +221,10 @@ class LoneEpisode(EpisodeObserver):
 
     @asynccontextmanager
     async def _hosting(self) -> AsyncIterator[None]:
-        """Start the endpoint and the processes of the agent; end them with the context."""
+        """Start the endpoint and the processes of the agent; end them with the context.
+
+        Raises CannotPlay or ConfigError.
+        """
         episode = self._config.episode
         self._endpoint = PolicyEndpoint(
             self,

@@ -66,6 +66,8 @@ class Connect(Struct, frozen=True, kw_only=True, tag="connect"):
 
 
 class Connected(Struct, frozen=True, kw_only=True, tag="connected"):
+    """The results of all connections."""
+
     problems: dict[str, dict[str, str]]
     """Problem by peer and then by range of ports; an empty text if the connection works."""
 

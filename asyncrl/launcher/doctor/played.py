@@ -52,6 +52,7 @@ class PlayedTurn:
 
     @property
     def relation(self) -> str:
+        """How the call relates to the calls before it."""
         if self.cause.startswith("fork:") and self.goes_on:
             return f"{CAUSES['extend']}, though {CAUSES[self.cause]}"
         return ("fork: " if self.forked else "") + CAUSES[self.cause]
@@ -59,6 +60,8 @@ class PlayedTurn:
 
 @dataclass(frozen=True, kw_only=True)
 class Played:
+    """One attempt at one task."""
+
     failure: str
     """Why the attempt gave no trajectory; empty if it gave one."""
     outcome: str
@@ -88,13 +91,16 @@ class Played:
 
     @property
     def works(self) -> bool:
+        """Whether a run can train on it."""
         return not self.failure and not self.refused
 
     @property
     def forks(self) -> dict[str, int]:
+        """Number of forked calls by cause."""
         return dict(Counter(turn.cause for turn in self.turns if turn.forked))
 
     def as_object(self) -> dict[str, Any]:
+        """The attempt as an object, for programs."""
         return asdict(self) | {"works": self.works, "forks": self.forks}
 
     def lines(self, *, scored: bool) -> list[str]:

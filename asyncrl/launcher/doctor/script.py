@@ -48,7 +48,10 @@ class Script:
         return (reasoning if self._thinks else "") + self._text(tools, stop)
 
     def _text(self, tools: Sequence[Mapping[str, Any]], stop: Sequence[str]) -> str:
-        """Return a tool call, a sentence, or code for an agent that runs code."""
+        """Return a tool call, a sentence, or code for an agent that runs code.
+
+        Code ends the episode from the second answer on.
+        """
         if tool := self._next_tool(tools):
             function = tool["function"]
             self._called.add(function["name"])

@@ -122,6 +122,7 @@ class Contact:
             self.process.stdin.write(data)
 
     def hang_up(self) -> None:
+        """Close the host's standard input."""
         assert self.process.stdin is not None
         self.process.stdin.close()
 
@@ -144,7 +145,10 @@ class Contact:
             self._kill()
 
     async def exited(self, within_s: float = EXIT_S) -> int:
-        """Wait for the command, whose output has ended; kill it after ``within_s`` seconds. Returns its exit code."""
+        """Wait for the command to exit, kill it after ``within_s`` seconds, and return its exit code.
+
+        Call this after its output has ended.
+        """
         try:
             async with asyncio.timeout(within_s):
                 await self.process.wait()
@@ -226,7 +230,10 @@ class ReachedHosts:
         limit_s: float | None = None,
         key: str = "supervision.start_timeout_s",
     ) -> dict[str, A]:
-        """Send each host its order and return the answers. ``key`` is the key of ``limit_s``. Raises HostFailed."""
+        """Send each host its order and return the answers. A late host fails as "not ``what``". Raises HostFailed.
+
+        ``key`` is the configuration key of ``limit_s``.
+        """
         work = {name: self.contacts[name].ask(order, answer) for name, order in orders.items()}
         return await self._wait_for_all(work, what, limit_s=limit_s, key=key)
 

@@ -79,7 +79,10 @@ def parse_hostfile(text: str, path: str) -> list[HostLine]:
 
 
 def select_hosts(hosts: Sequence[HostLine], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[HostLine]:
-    """Return the hosts named in ``include`` (all, if it is empty) and not in ``exclude``. Raises UsageError."""
+    """Select the hosts named in ``include`` (all, if it is empty) but not in ``exclude``, in the hostfile's order.
+
+    Raises UsageError for names that are not in the hostfile, and if no host is left.
+    """
     known = {host.name.lower(): host for host in hosts}
     listed = name_some([host.name for host in hosts])
     problems = []

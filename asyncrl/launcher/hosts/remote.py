@@ -172,7 +172,10 @@ def _contains(path: Path, run_id: str) -> bool:
 
 
 def _make_part(run_dir: Path, spec: HostSpec) -> None:
-    """Mark a run folder of this host alone. Raises UsageError if an unmarked folder is there, and OSError."""
+    """Make a run folder for this host alone and mark it. A marked folder of an earlier run is used again.
+
+    Raises UsageError for an unmarked folder, and OSError.
+    """
     if run_dir.exists() and not (run_dir / PART).is_file():
         raise UsageError(
             f"{run_dir} is there already and is not part of this run; move it away, or choose another run.name"
@@ -227,7 +230,10 @@ def _signal_agents(private: str, number: signal.Signals) -> bool:
 
 
 def pids_with(module: str, private: str) -> list[int]:
-    """Return the pids of the guard or agent (``module``) that has this private folder as an argument."""
+    """Return the pids of the guard or agent (``module``) that has this private folder as an argument.
+
+    Only processes that are visible to this one are found.
+    """
     pids, name = [], os.path.basename(private)
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -239,7 +245,10 @@ def pids_with(module: str, private: str) -> list[int]:
 
 
 def _read_line(within_s: float) -> bytes:
-    """Return the next line, byte by byte, because the agent reads what follows; empty at the end or if it is late."""
+    """Return the next line of standard input; empty at its end, after ``within_s``, and for a line that is too long.
+
+    Reads one byte at a time, because the agent reads what follows the line.
+    """
     line = bytearray()
     until = time.monotonic() + within_s
     while len(line) < LONGEST_ORDER_BYTES:

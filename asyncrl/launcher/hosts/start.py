@@ -35,7 +35,10 @@ class StartCommand(Protocol):
         ...
 
     def is_lost(self, exit_code: int, errors: str) -> bool:
-        """Whether the command ended because its connection broke, by exit code and standard error."""
+        """Whether the command ended because its connection broke; the host's part of the run may then continue.
+
+        ``errors`` is what the command wrote to standard error.
+        """
         ...
 
     def explain(self, host: str, exit_code: int, errors: str) -> str:
@@ -150,4 +153,5 @@ def _quote(word: str) -> str:
 
 
 def shown(argv: Sequence[str]) -> str:
+    """Return a command as a user would type it."""
     return " ".join(map(_quote, argv))

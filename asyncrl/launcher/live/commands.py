@@ -114,7 +114,10 @@ def _report_late(run: LiveRun, progress: TerminalProgress, what: str) -> int:
 
 
 def _conclude(run: LiveRun, progress: TerminalProgress) -> int:
-    """Show how the run ended; returns 1 if it failed, left no record of its end, or was stopped and lost work."""
+    """Show how the run ended; returns the exit code.
+
+    It is 1 if the run failed, left no record of its end, or was stopped and lost work.
+    """
     ended, left = read_ended(run.folder), find_left(run.config, run.folder)
     if ended is None:
         log = run.folder.logs / "agent-0.log"

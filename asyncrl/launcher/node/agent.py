@@ -36,8 +36,9 @@ END_S = 5.0
 async def _run_agent(run_dir: Path, pipe: int) -> int:
     """Read the spec, run a HostAgent to its end, and return the exit code.
 
-    Meanwhile a thread writes heartbeats for the guard to the descriptor ``pipe``. At the end, and if no spec comes, it
-    removes this host's part of the run folder.
+    Then it sends the launcher the last events, and removes this host's part of the run folder once the launcher has its
+    logs. Meanwhile a thread writes heartbeats for the guard to the descriptor ``pipe``. If the launcher ends before it
+    sends the spec, removes this host's part of the run folder and returns 1.
     """
     loop = asyncio.get_running_loop()
     commands = asyncio.StreamReader(limit=SPEC_BYTES)

@@ -88,6 +88,7 @@ class AgentHeartbeat:
         os.set_blocking(pipe, False)
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:

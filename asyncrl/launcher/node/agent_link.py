@@ -77,7 +77,10 @@ class AgentLink(Actor):
             self._on_state(state)
 
     async def report(self, message: Request, timeout: float | None = None) -> Any:
-        """Send a report and return the reply; None after an error. AgentState sends a lost report to the successor."""
+        """Send a report and return the controller's reply; None if there was an error.
+
+        A report that is lost with the controller is sent again to its successor (AgentState).
+        """
         try:
             return await self.peer(CONTROLLER).call(message, timeout=timeout)
         except WireError as error:

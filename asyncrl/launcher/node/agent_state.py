@@ -44,6 +44,8 @@ UNANSWERED = 2
 
 @dataclass(frozen=True, slots=True)
 class Spawn:
+    """Start an actor now."""
+
     name: str
 
 
@@ -145,10 +147,12 @@ class AgentState:
 
     @property
     def is_head(self) -> bool:
+        """Whether the controller is one of the actors here."""
         return CONTROLLER in self.logs
 
     @property
     def finished(self) -> bool:
+        """Whether the run has ended here and nothing is left."""
         return (self.ending or self.leaving) and not self.living
 
     def begin(self) -> list[Instruction]:
@@ -167,7 +171,8 @@ class AgentState:
     def controller_found(self, now: float) -> list[Instruction]:
         """The controller has answered: for the first time, or as a successor that knows nothing yet.
 
-        The first time, all other actors start. A successor gets the living actors, the last ends, and any preemption.
+        The first time, all other actors start. A successor gets reports on the living actors and on the last end of
+        each actor, and the request to preempt the run, if any.
         """
         if self.ending:
             return []
@@ -184,7 +189,10 @@ class AgentState:
         return sent if self._preempted_until is None else [*sent, StopRun(reason=self._preempted_by, preempt=True)]
 
     def controller_lost(self, reason: str, now: float) -> list[Instruction]:
-        """The controller is lost or refuses this agent: a host of replicas that never started leaves, else kill all."""
+        """The controller cannot be reached, or refuses this agent: this host leaves the run, or fails and kills all.
+
+        The host leaves only if it has not started its actors and the run can continue without them.
+        """
         if self.leaving and not self.living:
             # The controller refuses an agent whose host has left.
             return []
@@ -209,6 +217,7 @@ class AgentState:
         return self._condemn(CONTROLLER, f"it did not answer for {now - self._answered_at:.0f} s") if silent else []
 
     def spawned(self, name: str, incarnation: int) -> list[Instruction]:
+        """A process of an actor is started with this incarnation."""
         self.incarnations[name] = incarnation
         self._lived_while_cut_off.discard(name)
         return [] if name == CONTROLLER else [ActorStarted(name=name, incarnation=incarnation)]
@@ -216,8 +225,9 @@ class AgentState:
     def exited(self, name: str, exit_code: int, hint: str, now: float) -> list[Instruction]:
         """A process and all of its group are gone; ``hint`` is the last line of its log.
 
-        While the run continues here, the end counts as a death, unless the controller asked for it (``end_noted``) or
-        lets the replica rest. Returns the report on it.
+        Returns the report on the end, but the controller's own end has none. While the run continues here, the end
+        counts as a death. An exit code of 0 does so only if the controller did not ask for it (``end_noted``). The
+        end of a resting replica is only reported.
         """
         self.living.discard(name)
         # For a condemned actor the reason is more useful than the last line of its log.
@@ -255,7 +265,10 @@ class AgentState:
         return [report] if report.fatal else []
 
     def _handle_death(self, name: str, exit_code: int, hint: str, now: float, blameless: bool) -> ActorEnded:
-        """Plan a restart, let a replica rest, or end the run; returns the report. A blameless death does not count."""
+        """Handle a death and return its report: plan a restart, let a replica rest, or end the run.
+
+        A ``blameless`` death does not count against the actor.
+        """
         decision = self._supervisor.ended(name, exit_code, now, blameless=blameless)
         if isinstance(decision, Restart):
             reason = _join(describe_exit(exit_code), hint)
@@ -288,7 +301,11 @@ class AgentState:
         return self._kill(now)
 
     def state(self, state: RunState, now: float) -> list[Instruction]:
-        """Follow the run's state: kill and start actors, send ends again after missed answers, or end this part."""
+        """The controller has sent the run's state: follow it, or end this host's part with the run's result.
+
+        While the run continues, this kills actors that are condemned or resting. It starts replicas that the
+        controller no longer lets rest. After missed answers it first sends the ends again.
+        """
         # While the controller did not answer, it may have missed reports of ends, which are sent again.
         instructions: list[Instruction] = list(self._ends.values()) if self._unanswered_calls else []
         continues = state.phase in ("starting", "running", "preempting")
@@ -321,7 +338,11 @@ class AgentState:
         return []
 
     def stop(self, reason: str, now: float) -> list[Instruction]:
-        """End the run in order through the controller. Kill all if it is away, at the start, or at a second request."""
+        """End the run in order, through the controller. Kill all if that is impossible, or at a second request.
+
+        It is impossible while the run is starting or the controller is away. An earlier ``preempt`` counts as a first
+        request.
+        """
         if self._stop_asked:
             return self.kill(reason, now)
         self._stop_asked = True
@@ -332,7 +353,10 @@ class AgentState:
         return [StopRun(reason=reason)] if self._reachable and self._has_run else self._kill(now)
 
     def preempt(self, reason: str, now: float) -> list[Instruction]:
-        """Ask the controller for a checkpoint and the end, at the first request; stop a run that is still starting."""
+        """Preempt the run: ask the controller for a checkpoint and the end. A run that is still starting is stopped.
+
+        Does nothing after an earlier request to stop or preempt.
+        """
         if self._stop_asked or self.ending:
             return []
         if not self._has_run:
@@ -358,7 +382,10 @@ class AgentState:
         return self._kill(now)
 
     def leave(self, within_s: float, now: float) -> list[Instruction]:
-        """Leave the run, unless this is the head. What is left dies ``drain_s`` after ``within_s``."""
+        """Leave the run. The controller asks the actors to end within ``within_s``; the rest dies ``drain_s`` later.
+
+        The head never leaves.
+        """
         if self.ending or self.leaving or self.is_head:
             return []
         self.leaving = True
@@ -372,7 +399,11 @@ class AgentState:
         self._launcher_gone = True
 
     def tick(self, now: float) -> list[Instruction]:
-        """Do what is due: deadlines, a late preemption, a silent controller, unexplained ends, restarts."""
+        """Do what is due at this time.
+
+        Kills what is left at a deadline, or once a preempted run is late. Gives up or condemns a silent controller.
+        Counts unexplained ends as deaths, and restarts actors.
+        """
         if self.ending:
             return self._kill(now) if self.deadline is not None and now >= self.deadline else []
         if self.leaving and self.deadline is not None and now >= self.deadline:
@@ -466,7 +497,10 @@ class AgentState:
         return [Spawn(name)]
 
     def _make_report(self, name: str, exit_code: int, reason: str, *, fatal: bool) -> ActorEnded:
-        """Make the report on an end, and keep it to be sent again. ``fatal``: this agent has given the actor up."""
+        """Return the report on an actor's end, and keep it in ``_ends`` so that it can be sent again.
+
+        ``fatal``: this agent has given the actor up.
+        """
         report = ActorEnded(
             name=name,
             incarnation=self.incarnations.get(name, 0),

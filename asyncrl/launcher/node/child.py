@@ -116,6 +116,7 @@ class Child:
         return exit_code
 
     def kill(self) -> None:
+        """Send SIGKILL to the process and its group."""
         if not self._reaped:
             kill_group(self.pid)
 
@@ -126,7 +127,10 @@ class Child:
         os.kill(self.pid, signal.SIGUSR1)
 
     def last_words(self) -> str:
-        """Return the last line of the log that is no JSON, such as the end of a traceback; empty if there is none."""
+        """Return the last line of plain text in the process's log, such as the end of a traceback, without JSON lines.
+
+        Empty if there is no such line, or if the log cannot be read.
+        """
         try:
             with self.log.open("rb") as file:
                 end = file.seek(0, os.SEEK_END)

@@ -132,7 +132,11 @@ class HostAgent:
         return not self._state.unreached and (self._state.leaving or self._state.failure is not None)
 
     async def _say_farewell(self, link: AgentLink) -> None:
-        """Report that all has ended here. A host that leaves repeats it, so that a restarted controller hears it."""
+        """Report to the controller that all has ended here.
+
+        A host that failed has FAREWELL_S for this. A host that leaves tries for ``host_grace_s``, so that a restarted
+        controller hears it too, or until the run ends.
+        """
         state = self._state
         if state.failure is not None:
             await link.say_farewell(FAREWELL_S)
@@ -157,7 +161,10 @@ class HostAgent:
         self._event_came.set()
 
     def _carry_out(self, instructions: list[Instruction]) -> None:
-        """Carry out instructions in order. An actor that cannot be spawned counts as one that exited with code 1."""
+        """Carry out instructions in order. An actor that cannot be spawned counts as one that exited with code 1.
+
+        Reports to the controller are left out until its address is known.
+        """
         unstarted: list[tuple[str, OSError]] = []
         for instruction in instructions:
             match instruction:

@@ -84,7 +84,10 @@ class LauncherLink:
         return bool(pieces) or room == 0
 
     def _read_pieces(self, room: int, *, last: bool) -> list[tuple[LogEvent, int]]:
-        """Read new pieces of all logs for about ``room`` bytes, each with its end offset in its file."""
+        """Read the next pieces of all logs, each with its end offset in its file (bytes).
+
+        The last piece may exceed ``room`` (bytes).
+        """
         pieces: list[tuple[LogEvent, int]] = []
         for path in sorted(self._logs.glob("*.log")):
             end = self._sent.get(path.name, 0)

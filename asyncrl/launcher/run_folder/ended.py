@@ -122,7 +122,10 @@ def write_command(folder: RunFolder, command: str) -> None:
 
 
 def describe_end(folder: RunFolder, ended: EndedEvent, left: RunProgress) -> list[str]:
-    """Return lines for people: what an unfinished run has left, how to resume it, and why it ended."""
+    """Return lines for people: what the run has left, how to resume it, and why it ended.
+
+    Empty for a run that has done all its steps.
+    """
     if ended.result == "done":
         return []
     rows = [row] if (row := left.describe()) else []

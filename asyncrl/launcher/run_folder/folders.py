@@ -36,6 +36,8 @@ SEALING = ("dataloader/0", "learner/0")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
+    """The folder of one run."""
+
     path: Path
     run_id: str
     attempt: int = 1
@@ -48,6 +50,7 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
+        """Folder of the log files of this attempt."""
         return self.path / "logs" / f"attempt_{self.attempt}"
 
 
@@ -96,7 +99,10 @@ def reserve_run_folder(config: Config) -> Path:
 
 
 def create_run_folder(config: Config, reserved: Path | None = None) -> RunFolder:
-    """Make the next free folder for ``run.name``, or fill ``reserved``, with config.json and a log folder."""
+    """Make the next free folder for ``run.name``, with config.json and an empty log folder. Raises OSError.
+
+    ``reserved`` is the folder, if it was made already.
+    """
     path = reserved or reserve_run_folder(config)
     folder = RunFolder(path=path, run_id=secrets.token_hex(8))
     try:
@@ -124,7 +130,10 @@ def _free_paths(config: Config) -> Iterator[Path]:
 
 
 def runs_of_name(config: Config) -> list[Path]:
-    """Return the run folders NAME, NAME-2 and so on of ``run.name``, but not a run that was named NAME-2 itself."""
+    """Return the run folders of ``run.name`` by number: NAME, NAME-2 and so on.
+
+    A folder NAME-2 is left out if its own ``run.name`` was NAME-2.
+    """
     parent, name = Path(config.run.dir).absolute(), config.run.name
     numbered = re.compile(rf"{re.escape(name)}(?:-([1-9]\d*))?")
     found = []

@@ -65,6 +65,7 @@ def hold_private(private: Path, run_id: str, files: Mapping[str, Any]) -> int:
 
 
 def in_use(path: Path) -> UsageError:
+    """Return the error for a folder in which a run is live."""
     return UsageError(f"{path} is in use: a run is live in it; stop that run first (asyncrl-launch --stop {path})")
 
 

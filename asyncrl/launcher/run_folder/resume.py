@@ -64,7 +64,10 @@ class Resumption:
         return f"resuming {self.folder.path} from version {found.version}, step {found.step}: {found.path}{others}"
 
     def describe_changes(self, config: Config) -> list[str]:
-        """Lines for people: each key and file of code that has changed since the checkpoint, and the consequence."""
+        """Lines for people: each key that ``config`` changes since the checkpoint, and what the change applies to.
+
+        Also compares the files of users' code and of the model's tokenizer.
+        """
         return self.state.origin.compare(config).describe(self.state.buffered) if self.state is not None else []
 
     def describe_finished(self, config: Config) -> str:

@@ -106,7 +106,10 @@ class _Waiting:
         """Where the run is, by the keys run, log and head; empty before the child's first message."""
 
     def main(self) -> int:
-        """Show the child's output until the run is running (returns 0) or the child ends (returns its exit code)."""
+        """Show the child's output and act on its messages, until the run is running or the child ends.
+
+        Returns the exit code: 0 for a run that is running, else the child's.
+        """
         for number in PASSED_ON:
             signal.signal(number, self._pass_on)
         rest = b""

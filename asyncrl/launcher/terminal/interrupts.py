@@ -15,6 +15,8 @@ from asyncrl.launcher.terminal.progress import TerminalProgress
 
 
 class Interrupts:
+    """Receives the signals, and says which was the first and which the second."""
+
     def __init__(self) -> None:
         self.signal = 0
         """Number of the first signal, or of the first after SIGHUP; 0 before it."""

@@ -85,6 +85,7 @@ attempts at them since the start of the run's learner.
 
 
 def untrained_counts(line: Line) -> dict[str, int]:
+    """Return the counts of UNTRAINED that a line has, by metric."""
     return {key: int(line[key]) for key in UNTRAINED if isinstance(line.get(key), int | float)}
 
 

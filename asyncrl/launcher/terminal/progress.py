@@ -210,6 +210,7 @@ class TerminalProgress:
         self._write(f"{text}\n{self._fitted(self._shown)}" if self._is_terminal else f"{text}\n")
 
     def warn(self, lines: list[str]) -> None:
+        """Write lines that stay to ``err``."""
         if self._is_terminal:
             self._write("")
         PRINTER.print_to(self._err, "".join(f"{printable(line, keep=_NEWLINE)}\n" for line in lines))
@@ -269,6 +270,7 @@ class RunPace:
         self._trained: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS + 1)
 
     def heard(self, step: int, now: float) -> None:
+        """Record that ``step`` was trained at ``now`` (s, monotonic)."""
         # A learner that resumes trains earlier steps again.
         if self._trained and step <= self._trained[-1][0]:
             self._trained.clear()
@@ -323,7 +325,10 @@ class ShownNotices:
         self._ended[actor] = max(incarnation, self._ended.get(actor, 0))
 
     def take(self, event: NoticeEvent, now: float) -> str:
-        """Record a notice, and return the line to show at ``now`` (s, monotonic); empty for none."""
+        """Record a notice, and return the line to show at ``now`` (s, monotonic); empty for none.
+
+        Ignores a notice of an older incarnation, and a new key beyond MOST_NOTICES.
+        """
         key = event.actor, event.key
         kept, is_new_text = self._kept.get(key), True
         if kept is not None:
