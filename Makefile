@@ -39,7 +39,7 @@ quickstart: $(COMPILED) ## Train a small model on this machine and watch it get 
 	$(BIN)/python -m tools.quickstart
 
 quick: check ## Check, and run the tests that need no torch, no vLLM and no other process
-	$(BIN)/python -m pytest --quick -m 'not slow' -n 4 --dist loadfile --no-loadscope-reorder -q
+	$(BIN)/python -m pytest --quick -m 'not slow' -n 6 --dist loadfile --no-loadscope-reorder -q
 
 one: ## Run one test file, folder or test: make one T=tests/dataloader/test_gate.py
 	$(BIN)/python -m pytest $(T)

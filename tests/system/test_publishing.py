@@ -24,7 +24,7 @@ CAPACITY = 3
 LAST = {"held": {"data": {"source": "synthetic", "size": 6}, "at_start": False, "n": 2}}
 
 
-def config(*, publish_bytes=4096, **tables):
+def config(*, publish_bytes=4096, call_timeout_s=2.0, **tables):
     return sim_config(
         run={"samples_per_step": 100},
         learner={
@@ -32,7 +32,7 @@ def config(*, publish_bytes=4096, **tables):
             "groups_per_step": GROUPS,
             "sim": {"step_s": 0.02, "publish_bytes": publish_bytes},
         },
-        network={"call_timeout_s": 2.0},
+        network={"call_timeout_s": call_timeout_s},
         eval=LAST,
         **tables,
     )
@@ -67,9 +67,36 @@ def check(system, state):
     return lines
 
 
-@pytest.mark.parametrize(("fault", "transport"), [("dead", "shm"), ("frozen", "gloo")])
-def test_training_continues_without_a_parameter_server_until_the_gate_stops_it(tmp_path, fault, transport):
-    system = System(config(weights={"transport": transport}, staleness={"adapt": False}), tmp_path / "run")
+class Frozen:
+    """In place of a server: like a stopped process it handles nothing, and its socket keeps what arrives."""
+
+    def __init__(self, network, address):
+        self._network, self._server = network, network.servers[address]
+        self._kept = []
+        network.servers[address] = self
+
+    def deliver(self, client, frames):
+        self._kept.append((client, frames))
+
+    def thaw(self):
+        self._network.servers[self._server.address] = self._server
+        for client, frames in self._kept:
+            self._server.deliver(client, frames)
+
+    def __getattr__(self, name):
+        return getattr(self._server, name)
+
+
+@pytest.mark.parametrize(
+    ("fault", "transport", "call_timeout_s"),
+    # Until a long deadline the frozen server leaves every call open: training that waited for one would stand still.
+    [("dead", "shm", 2.0), ("frozen", "gloo", 2.0), ("frozen", "gloo", WAIT_S)],
+)
+def test_training_continues_without_a_parameter_server_until_the_gate_stops_it(
+    tmp_path, fault, transport, call_timeout_s
+):
+    tree = config(call_timeout_s=call_timeout_s, weights={"transport": transport}, staleness={"adapt": False})
+    system = System(tree, tmp_path / "run")
     steps = {}
 
     async def scenario():
@@ -84,21 +111,20 @@ def test_training_continues_without_a_parameter_server_until_the_gate_stops_it(t
         else:
             # Between broadcasts: engines that pause for one generate nothing until there is another parameter server.
             await system.replicas_in("serving", "rollouter/0", "rollouter/1")
-            # Like a stopped process, it receives nothing.
-            frozen = system.network.servers.pop(server.address)
+            frozen = Frozen(system.network, server.address)
             steps["then"] = learner.step
         steps["stood still"] = await wait_until_idle(system)
-        # Longer than the deadline of a call.
-        assert await wait_until_idle(system, for_s=2.5) == steps["stood still"]
+        if call_timeout_s < WAIT_S:
+            # Calls that reach their deadline are repeated, and change nothing.
+            assert await wait_until_idle(system, for_s=call_timeout_s + 0.5) == steps["stood still"]
         if fault == "dead":
             system.start("parameter_server/0")
         else:
-            system.network.servers[server.address] = frozen
+            frozen.thaw()
 
     lines = check(system, system.play(scenario))
     assert 1 <= steps["stood still"] - steps["then"] <= CAPACITY + 1
     assert [line["weights/version"] for line in lines] == list(range(1, STEPS + 1))
-    assert all(line["time/publish_s"] < 1.0 for line in lines), "the training path waited for the parameter server"
 
 
 @pytest.fixture
