@@ -40,14 +40,20 @@ def asked():
     return [{"role": "user", "content": ROW["prompt"]}]
 
 
+def after(message):
+    """The messages that follow an answer: the results of its calls, or else the question again.
+
+    So each play has as many turns as it may, whether the policy calls tools or not.
+    """
+    return [message.model_dump(exclude_none=True), *([result(call) for call in message.tool_calls or []] or asked())]
+
+
 def bare_sync():
     messages = asked()
     with openai.OpenAI() as client:
         for _ in range(MOST_TURNS):
             message = client.chat.completions.create(model="m", messages=messages, tools=[LOOK_UP]).choices[0].message
-            messages += [message.model_dump(exclude_none=True), *map(result, message.tool_calls or [])]
-            if not message.tool_calls:
-                return
+            messages += after(message)
 
 
 async def bare_async():
@@ -56,9 +62,7 @@ async def bare_async():
         for _ in range(MOST_TURNS):
             done = await client.chat.completions.create(model="m", messages=messages, tools=[LOOK_UP])
             message = done.choices[0].message
-            messages += [message.model_dump(exclude_none=True), *map(result, message.tool_calls or [])]
-            if not message.tool_calls:
-                return
+            messages += after(message)
 
 
 def bare_stream():
@@ -67,9 +71,7 @@ def bare_stream():
         for _ in range(MOST_TURNS):
             with client.chat.completions.stream(model="m", messages=messages, tools=[LOOK_UP]) as stream:
                 message = stream.get_final_completion().choices[0].message
-            messages += [message.model_dump(exclude_none=True), *map(result, message.tool_calls or [])]
-            if not message.tool_calls:
-                return
+            messages += after(message)
 
 
 async def openai_agents(streamed=False, responses=False):
