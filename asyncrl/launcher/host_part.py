@@ -95,6 +95,7 @@ async def download(config: Config, pins: Mapping[str, Sequence[Pin]], reached: R
 
 
 def fetch_order(config: Config, pins: Sequence[Pin]) -> FetchOrder:
+    """Return the order to download ``pins`` on a host, in the head's working directory, within hub.timeout_s."""
     return FetchOrder(pins=list(pins), limit_s=config.hub.timeout_s, folder=os.getcwd(), env=passed_on())
 
 

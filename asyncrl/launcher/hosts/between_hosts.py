@@ -119,6 +119,7 @@ def _differences(names: Sequence[str], host_facts: HostOffer, head_facts: HostOf
 
 
 def needed_packages(config: Config, placed: Sequence[Placed]) -> dict[str, list[str]]:
+    """Return by host the names of the packages that its actors import, whose versions must equal the head's."""
     needed: dict[str, list[str]] = {}
     for actor in placed:
         role = role_of(actor.name)
