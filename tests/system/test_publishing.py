@@ -220,10 +220,14 @@ def test_ranks_that_are_out_of_step_end_the_run_at_once(tmp_path, monkeypatch):
 class Slow:
     """Delays the gathering of one version: until a step is trained and both engines have sampled more. Records the
     events in order.
+
+    It is the first version above 2 at which the learner waits for the engines, and not the engines for the gate: while
+    the reward pool starts, the engines may generate all that the gate admits.
     """
 
     def __init__(self, monkeypatch):
         self.version, self.events = -1, []
+        self.system = None
         self.gathering, self.trained, self.sampled = (threading.Event() for _ in range(3))
         slow, train, pause, publish = self, SimTrainer.train, EngineManager.pause, SimTrainer.publish
 
@@ -244,7 +248,7 @@ class Slow:
             return await pause(host, version)
 
         def noted_publish(trainer, version, probe=None):
-            if version > 2 and self.version < 0:
+            if version > 2 and self.version < 0 and self.is_supplied():
                 self.version = version
             return publish(trainer, version, probe)
 
@@ -252,6 +256,11 @@ class Slow:
         monkeypatch.setattr(SimTrainer, "train", noted_train)
         monkeypatch.setattr(EngineManager, "pause", noted_pause)
         monkeypatch.setattr(SimTrainer, "publish", noted_publish)
+
+    def is_supplied(self):
+        """Whether both engines have work, and the learner's buffer holds no more than a step takes."""
+        running = [self.system.actors[f"rollouter/{index}"].metrics()["rollout/running"] for index in range(2)]
+        return all(running) and self.system.actors["learner/0"].metrics()["buffer/groups"] <= GROUPS
 
     def note(self, what, event):
         if not event.is_set():
@@ -278,7 +287,7 @@ def test_a_slow_gather_delays_neither_the_learner_nor_an_engine(tmp_path, monkey
         rollout={"sim": {"decode_step_s": 0.01}},
         staleness={"max": 8, "adapt": False},
     )
-    system = System(tree, tmp_path / "run")
+    system = slow.system = System(tree, tmp_path / "run")
 
     async def scenario():
         await until(slow.gathering.is_set)
