@@ -1,4 +1,4 @@
-"""The metrics of the dataloader. The ``tickets/`` of their names are leases."""
+"""The metrics of the dataloader. In their names, ``tickets/`` stands for leases."""
 
 from asyncrl.observe.catalogue import SECONDS, Declaring
 
@@ -11,7 +11,7 @@ dataloader.counter("tickets/orphaned", "groups", "leases whose holder died")
 dataloader.counter(
     "tickets/recovered", "groups", "orphaned leases that the learner does not hold; they are leased again"
 )
-dataloader.counter("tickets/rejected", "prompts", "not leased again after too many deaths")
+dataloader.counter("tickets/rejected", "prompts", "prompts not leased again after too many deaths")
 dataloader.counter("tickets/trained", "groups", "outcomes that the learner reported as trained")
 dataloader.counter("tickets/filtered", "groups", "outcomes reported as filtered: without a signal")
 dataloader.counter("tickets/quarantined", "groups", "outcomes reported as quarantined")

@@ -11,8 +11,8 @@ server.counter("weights/broadcasts_called_off", "broadcasts", "broadcasts cancel
 server.counter(
     "weights/broadcasts_broken", "broadcasts", "broadcasts that failed; the surviving members join the next one"
 )
-server.counter("weights/chunks_served", "chunks", "of weights sent over the network")
-server.counter("weights/bytes_served", "bytes", "of weights sent over the network")
+server.counter("weights/chunks_served", "chunks", "chunks of weights sent over the network")
+server.counter("weights/bytes_served", "bytes", "bytes of weights sent over the network")
 server.counter("weights/engines_differ", "versions", "versions for which engines of one kind had different checksums")
 server.gauge("weights/replicas", "replicas", "known replicas")
 server.gauge("weights/replicas_behind", "replicas", "replicas that neither serve nor load the newest version")

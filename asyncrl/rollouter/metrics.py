@@ -7,8 +7,8 @@ from asyncrl.observe.catalogue import SECONDS, TOKENS, TURNS, Declaring
 
 rollouter = Declaring("rollouter")
 rollouter.counter("rollout/sampled_tokens", "tokens", "sampled since the start, evaluations included")
-rollouter.counter("rollout/chunks_relayed", "chunks", "of weights relayed to other hosts")
-rollouter.counter("rollout/bytes_relayed", "bytes", "of weights relayed to other hosts")
+rollouter.counter("rollout/chunks_relayed", "chunks", "chunks of weights relayed to other hosts")
+rollouter.counter("rollout/bytes_relayed", "bytes", "bytes of weights relayed to other hosts")
 rollouter.counter("rollout/calls", "calls", "calls of the policy by episodes that were answered")
 rollouter.counter("rollout/trajectories", "trajectories", "finished trajectories")
 rollouter.counter("rollout/engine_restarts", "restarts", "engine restarts within this process")
@@ -17,7 +17,9 @@ rollouter.counter("rollout/drift_warnings", "updates", "weight updates after whi
 rollouter.counter("rollout/adoptions", "learners", "learners that this rollouter has followed, one after another")
 rollouter.counter("rollout/delivered_again", "groups", "groups delivered again to a restarted learner")
 rollouter.counter("rollout/deaths_alone", "deaths", "engine deaths while a suspect had the engine alone")
-rollouter.counter("rollout/failed_alone", "groups", "groups given up after such deaths")
+rollouter.counter(
+    "rollout/failed_alone", "groups", "groups that failed because engines died too often while they ran alone"
+)
 rollouter.counter("rollout/turns_alone", "turns", "turns of suspects that had the engine alone")
 rollouter.gauge("rollout/in_flight", "trajectories", "leased and not finished, including those without a slot")
 rollouter.gauge("rollout/running", "trajectories", "in the engine")

@@ -11,7 +11,7 @@ learner.counter(
 learner.counter("learner/skipped_steps", "steps", "steps skipped because the loss or gradient was not finite")
 learner.counter("learner/plans_ahead", "steps", "steps planned while the previous step was trained")
 learner.counter(
-    "learner/plans_discarded", "plans", "such plans that were discarded because the groups or the version changed"
+    "learner/plans_discarded", "plans", "plans made in advance and discarded because the groups or the version changed"
 )
 learner.counter(
     "staleness/late_trained_groups", "groups", 'groups trained with late tokens, with staleness.late = "train"'
@@ -50,10 +50,10 @@ learner.gauge("records/pending", "lines", "lines that wait for reports of the ro
 learner.histogram(
     "staleness/tokens",
     "versions",
-    "of a trained token: the version being trained minus the version that sampled it",
+    "staleness of a trained token: the version being trained minus the version that sampled it",
     VERSIONS,
 )
-learner.histogram("staleness/groups", "versions", "of a trained group: that of its oldest token", VERSIONS)
+learner.histogram("staleness/groups", "versions", "staleness of a trained group: that of its oldest token", VERSIONS)
 learner.histogram("groups/age_s", "s", "time of a group in the buffer, from its delivery to its step", SECONDS)
 learner.gauge("ledger/trained", "groups", "groups trained so far, in the history of the current weights", lines="train")
 learner.gauge("ledger/filtered", "groups", "groups filtered so far", lines="train")
@@ -93,7 +93,7 @@ every.line("step", "step", "step of a train line; else the last step trained bef
 every.line("start", "", "number of learner starts in this folder; of several lines for a step the last counts")
 
 warm = Declaring(lines="warm")
-warm.line("sft/warm_steps_of", "steps", "steps to take: sft.warm_steps")
+warm.line("sft/warm_steps_of", "steps", "supervised steps to take: sft.warm_steps")
 
 warm_and_train = Declaring(lines="warm, train")
 warm_and_train.line("loss/sft", "nats", "mean of -log pi over conversation tokens, before sft.weight")
@@ -123,7 +123,7 @@ train.line(
     "share of the engine's experts that the learner's routers would not choose; only with routes",
 )
 train.line("reward/mean", "", "mean reward of the groups of the step and of those filtered since the step before")
-train.line("reward/std", "", "standard deviation of these rewards")
+train.line("reward/std", "", "standard deviation of the rewards that reward/mean counts")
 train.line("reward/trained_mean", "", "mean reward of the trained trajectories")
 train.line(
     "reward/kl_penalty", "", 'mean penalty that the reference subtracts from a reward, with learner.kl.place = "reward"'
@@ -136,17 +136,17 @@ train.line(
     "share",
     "share of groups with a signal: learner.signal differs within them by more than learner.signal_tolerance",
 )
-train.line("source/*/reward_mean", "", "mean reward of the groups of a source, of those that reward/mean counts")
-train.line("source/*/signal_fraction", "share", "likewise, share of groups with a signal")
+train.line("source/*/reward_mean", "", "mean reward of the groups of the source that reward/mean counts")
+train.line("source/*/signal_fraction", "share", "share with a signal of the groups that source/*/reward_mean counts")
 train.line("reward/component/*", "", "mean of a component that the reward function names")
 train.line("rollout/length_mean", "tokens", "mean length of the responses of the groups that reward/mean counts")
-train.line("rollout/length_p95", "tokens", "likewise, 95th percentile")
+train.line("rollout/length_p95", "tokens", "95th percentile of the lengths that rollout/length_mean averages")
 train.line("rollout/granted_length_mean", "tokens", "mean length of all responses delivered since the last step")
 train.line("rollout/truncated_fraction", "share", "share of responses cut by a limit on tokens, turns or time")
 train.line("rollout/mixed_version_fraction", "share", "share of responses sampled under several versions")
 train.line("rollout/resumed_trajectories", "trajectories", "trajectories aborted and resumed")
 train.line("rollout/turns_mean", "turns", "mean turns of the episodes of the groups that reward/mean counts")
-train.line("rollout/turns_p95", "turns", "likewise, 95th percentile")
+train.line("rollout/turns_p95", "turns", "95th percentile of the turns that rollout/turns_mean averages")
 train.line(
     "rollout/episode_share/*",
     "share",
@@ -157,7 +157,7 @@ train.line(
     "tokens",
     "tokens sampled between the training of the previous step and this one; absent if a report is missing",
 )
-train.line("rollout/tokens_per_s", "tokens/s", "likewise, per second")
+train.line("rollout/tokens_per_s", "tokens/s", "rollout/tokens per second")
 train.line("staleness/token_mean", "versions", "mean staleness of trained tokens")
 train.line(
     "staleness/token_max",
@@ -188,9 +188,9 @@ train_and_update = Declaring(lines="train, update")
 train_and_update.line(
     "weights/stage_s", "s", "until the bytes of an update were received and verified; in a train line the mean"
 )
-train_and_update.line("weights/pause_s", "s", "until the engine was idle; in a train line the mean")
-train_and_update.line("weights/load_s", "s", "to replace the weights; in a train line the mean")
-train_and_update.line("weights/resume_s", "s", "until the engine resumed; in a train line the mean")
+train_and_update.line("weights/pause_s", "s", "time until the engine was idle; in a train line the mean")
+train_and_update.line("weights/load_s", "s", "time to replace the weights; in a train line the mean")
+train_and_update.line("weights/resume_s", "s", "time until the engine resumed; in a train line the mean")
 train_and_update.line("weights/bytes", "bytes", "size of the weights; in a train line the sum")
 train_and_update.line(
     "weights/encoded_bytes", "bytes", "bytes read or received for the update; in a train line the sum"
@@ -204,7 +204,7 @@ train_and_update.line(
 )
 
 update = Declaring(lines="update")
-update.line("replica", "", "the rollouter")
+update.line("replica", "", "rollouter that loaded the update")
 update.line("weights/transport", "", "nccl, gloo, shm, stream, or ipc: from a copy on the same GPU")
 update.line("weights/checksum", "", 'checksum of the engine\'s own copy, with weights.verify = "full"')
 
@@ -226,4 +226,4 @@ evals.line("eval/*/failed", "prompts", "prompts without rewards; no mean counts 
 evals.line("eval/*/version_min", "version", "oldest version that sampled the round")
 evals.line("eval/*/truncated_fraction", "share", "share of responses cut by a limit on tokens, turns or time")
 evals.line("eval/*/length_mean", "tokens", "mean length of responses")
-evals.line("eval/*/length_p95", "tokens", "likewise, 95th percentile")
+evals.line("eval/*/length_p95", "tokens", "95th percentile of the lengths of responses")
