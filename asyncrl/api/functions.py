@@ -3,7 +3,7 @@
 A function that a module on the path defines is named MODULE:FUNCTION, as in a configuration. Any other (of a script, a
 notebook cell, a closure, a lambda) is pickled by cloudpickle into the text of a module, which lies in the run folder.
 Importing that module is loading code that the same user wrote there, as any module on the path is. Nothing is pickled
-or unpickled between processes (I6), and this module only writes.
+or unpickled between processes (I6 in docs/architecture.md), and this module only writes.
 
 Fails with UsageError if a function uses an object that cannot be pickled, or without cloudpickle.
 """
@@ -74,6 +74,7 @@ class Functions:
 
 
 def _pickle(functions: dict[str, Callable[..., Any]]) -> bytes:
+    """Pickle functions with cloudpickle, and keep the names of their files."""
     import cloudpickle
 
     by_default = cloudpickle.Pickler.dispatch_table[CodeType]

@@ -1,7 +1,8 @@
 """The launcher of a run that a Python program has started: ``python -m asyncrl.api.process FD``.
 
-The program writes an Order, a line of JSON, to standard input and keeps that open. When it ends, even by SIGKILL, this
-process preempts the run. To FD it writes JSON lines: the run folder once the checks have passed, or the error.
+The program writes an order (``_order`` in runs.py), a line of JSON, to standard input and keeps that open. When the
+program ends, even by SIGKILL, this process preempts the run. To FD this process writes JSON lines: the run folder once
+the checks have passed, or the error.
 
 Rows and functions of the program are written to ``inputs/`` of the run folder, in files named by their digests. So they
 are there for actors that start again and for a resume, and a resume with others does not change them.
@@ -60,6 +61,7 @@ def _main() -> int:
 
 
 def _end_with_program() -> None:
+    """Thread: wait until standard input ends, as it does with the program, then preempt the run by SIGTERM."""
     # Not by ``sys.stdin``, whose lock would block the end of this process.
     while os.read(0, 1):
         pass

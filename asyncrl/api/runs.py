@@ -97,7 +97,7 @@ def train(
 
 
 def open_run(run: str | Path) -> RunRecords:
-    """Open the records of a run by its folder or its name. Raises UsageError if there is none."""
+    """Open the records of a run by its folder or its name. Raises UsageError if there is no such run."""
     from asyncrl.cli.which_run import run_folder
 
     return RunRecords(run_folder(str(run), "open_run").absolute())
@@ -115,9 +115,10 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate a model without training, and return the result, as ``asyncrl-eval`` does.
 
-    ``model`` is a folder, a name of the hub, or None for model.path. Of a run, the newest checkpoint is evaluated. One
-    that this program has started also brings its configuration and functions. With ``data`` there is one evaluation
-    set, called data, with ``n`` samples of each prompt; else the sets are those of ``config``. Raises RunFailed.
+    ``model`` is a folder, a name of the hub, or None for model.path. It may also be a run, whose newest checkpoint is
+    evaluated. A run that this program has started brings its functions, and without ``config`` its configuration. With
+    ``data`` there is one evaluation set, called data, with ``n`` samples of each prompt; else the sets are those of
+    ``config``. Raises RunFailed.
     """
     base = model if isinstance(model, Run) else None
     functions = Functions(base._functions if base is not None else None)
@@ -255,6 +256,7 @@ class Run(RunRecords):
         return f"<Run {self.folder}: {self.status}>"
 
     def _start(self) -> None:
+        """Start the process, send it the order, and wait for the run folder or the error. Raises RunFailed."""
         order = json.dumps(self._order, default=os.fspath).encode() + b"\n"
         read_end, write_end = os.pipe()
         display = _notebook_display() if self._progress else None
@@ -296,6 +298,7 @@ class Run(RunRecords):
         self.folder = Path(message["run"])
 
     def _next_report(self) -> dict[str, str]:
+        """The next message of the process: ``run`` or ``error``; empty if the process has ended."""
         line = self._reports.readline()
         return dict(json.loads(line)) if line else {}
 
@@ -320,6 +323,7 @@ class Run(RunRecords):
         code = self._process.poll()
         if code is None:
             return "running"
+        # A launcher that a signal has stopped exits with 128 + the signal's number.
         ended: dict[int, Status] = {0: "done", PREEMPTED_EXIT_CODE: "preempted"}
         return ended.get(code, "stopped" if code > 128 else "failed")
 

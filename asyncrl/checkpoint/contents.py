@@ -43,6 +43,7 @@ from asyncrl.messages.ledger import LedgerState
 STATE, GROUPS, TRAINER = "state.json", "groups.msgpack", "trainer"
 """Names inside a checkpoint; TRAINER is the folder of the files that ``Backend.save`` writes."""
 CONTENTS = "contents.json"
+"""Name of the file in TRAINER that holds TrainerContents."""
 FORMAT = 4
 """Format of a state. It goes up when a reader could misunderstand what an earlier asyncrl wrote."""
 
@@ -118,7 +119,7 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     world_size: Count
     """Ranks that wrote the checkpoint."""
     limit: float = 0.0
-    """Working limit eta_t, in versions."""
+    """Working limit of the staleness gate (eta_t), in versions."""
     rounds_closed: list[str] = []
     """Finished evaluation rounds, as NAME@ROUND."""
     quarantined: Count = 0
@@ -128,9 +129,9 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     buffered: Count = 0
     """Number of groups in the buffer; they are the first in groups.msgpack."""
     filtered: Count = 0
-    """Number of groups filtered since the last step; they follow in groups.msgpack."""
+    """Number of groups filtered since the last step; they come after the buffered ones in groups.msgpack."""
     prompts: Count = 0
-    """Number of prompts with that fingerprint; 0 if unknown."""
+    """Number of prompts that ``fingerprint`` covers; 0 if unknown."""
     adapters: Adapters = Adapters()
     conversations: str = ""
     """Fingerprint of the conversations of sft.data; empty without sft.data."""
@@ -198,13 +199,13 @@ class TrainerContents(msgspec.Struct, frozen=True, kw_only=True):
     """Table of the files in a trainer's folder, and the steps taken."""
 
     steps: int
-    """Optimizer steps of the run taken."""
+    """Steps of the run taken; each may have several updates by the optimizer."""
     world_size: int
     """Ranks that wrote the files."""
     files: dict[str, Digest] = {}
     """Digests of all other files of the folder."""
     warm_steps: int = 0
-    """Supervised steps taken before the optimizer steps of the run."""
+    """Supervised steps taken before the first step of the run."""
 
 
 def read_trainer_contents(folder: Path) -> TrainerContents:

@@ -67,6 +67,8 @@ class _Complete(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Progress(msgspec.Struct, frozen=True):
+    """The step, as COMPLETE and state.json both hold it."""
+
     step: int
 
 
@@ -126,7 +128,10 @@ class CheckpointFolder:
         raise CheckpointError(str(self.folder), f"its newest checkpoint was removed {LOOKS} times while it was read")
 
     def of_version(self, version: int) -> Found | None:
-        """Find the complete checkpoint of a version that was written last; None without any. Raises CheckpointError."""
+        """Find the complete checkpoint of a version, the last if it has several; None without any.
+
+        Raises CheckpointError.
+        """
         names = [(serial, name) for other, serial, name in self._complete_names() if other == version]
         if not names:
             return None
@@ -422,7 +427,7 @@ def superfluous(complete: Iterable[Found], *, keep: int, keep_every_steps: int) 
     newest = set(sorted(last)[-max(1, keep) :])
     newest |= {max(last.values(), key=lambda found: (found.step, found)).version} if last else set()
     steps = sorted((found.step for found in last.values() if found.step >= keep_every_steps > 0), reverse=True)
-    # Steps descend, so the first step after each multiple is the last that is stored.
+    # Steps descend, so the first step after each multiple is the last that is stored. Empty if keep_every_steps is 0.
     permanent = {step // keep_every_steps: step for step in steps}.values()
     return [
         found

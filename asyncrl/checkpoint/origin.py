@@ -69,7 +69,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     def compare(self, config: Config, now: Origin | None = None) -> Comparison:
         """Compare this origin with ``config``. Returns the changes that matter to a resume.
 
-        ``now`` is the origin of ``config``; if it is None, it is made here, which reads files. A key without a digest
+        ``now`` is the origin of ``config``; with None it is made here, which reads files. A key without a digest
         in either origin is not compared by files.
         """
         now = Origin.of(config) if now is None else now
@@ -150,6 +150,7 @@ def _files_of(key: str, config: Config) -> Iterator[Path]:
 
 
 def _value_of(key: str, config: Config) -> Any:
+    """The value of a key; None if it is of a source that the mixture lacks."""
     table, _, name = key.rpartition(".")
     if table.startswith("data."):
         return getattr(config.training_sets.get(table), name, None)

@@ -6,7 +6,8 @@
 Only the launcher and the node agent, the parent of actors, act on signals that end a run. An actor ends when the
 controller drains its role. So an actor gives these signals a handler that does nothing, before it imports anything
 heavy. If it ignored them, its child processes would inherit that and could not be terminated. The kernel kills an actor
-whose agent dies. SIGUSR1 writes the stack of every thread, and where every task waits, to the log.
+whose agent dies. SIGUSR1 writes the stack of every thread, and where every task waits, to the log. ``run_actor``
+(rpc/process.py) explains the arguments.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Standard library only. ``flushed`` runs a command. It replaces characters that the output cannot encode, and flushes the
 output at the end. If the reader of the output closes it, as ``head`` does, the command ends with exit code 141. A full
 disk or a closed output ends it with code 1 and an error. Text given to ``PRINTER``, such as the errors of ``complain``,
-never changes the exit code. A terminal that blocks delays the end by LAST_S at most.
+never changes the exit code. A terminal that blocks delays the end by LAST_S (core/streams.py) at most.
 """
 
 from __future__ import annotations
@@ -128,6 +128,7 @@ def seconds(least: float, most: float) -> Callable[[str], float]:
         try:
             value = float(text)
         except ValueError:
+            # Below every ``least``, so the text is refused.
             value = -1.0
         if not least <= value <= most:
             raise argparse.ArgumentTypeError(f"{text}: must be {least:g} to {most:g} seconds")
@@ -199,6 +200,7 @@ def describe_error(error: AsyncRLError) -> list[str]:
 
     if not isinstance(error, ConfigError):
         return [str(error)]
+    # With ``found`` a check raised the error: each key is valid by itself, so no advice to read about the keys.
     keys = "" if error.found else "; --help-config explains every key"
     if len(error.problems) == 1:
         return [f"{error.problems[0]}{keys}"]

@@ -203,7 +203,7 @@ def _parser() -> Parser:
 def _targets(
     hostfile: str | None, include: Sequence[str], exclude: Sequence[str], ssh_args: tuple[str, ...]
 ) -> list[tuple[HostLine, StartCommand]]:
-    """Return the hosts to check with the command that reaches each; this host first if it is one. Raises UsageError."""
+    """Return the hosts to check with the command that reaches each; this host first if listed. Raises UsageError."""
     import socket
 
     from asyncrl.launcher.doctor.examination import REMOTE

@@ -303,6 +303,7 @@ def _add_live_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _is_for_live_run(given: argparse.Namespace) -> bool:
+    """Whether a flag for a live run is given, --within included, although it is no command by itself."""
     return any(value is not None for value in (given.stop, given.join, given.leave, given.bring_back, given.within))
 
 

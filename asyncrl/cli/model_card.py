@@ -1,7 +1,7 @@
 """The model card of an exported model: README.md for a repository of the Hugging Face hub. Pure.
 
-The card is public, so it shows of the configuration only what training depends on. Of an absolute path
-only the last name is shown. Addresses, the command of an agent and options that are named like secrets are left out.
+The card is public, so it shows of the configuration only what training depends on. An absolute path is cut to its last
+name. Addresses, the command of an agent and options that are named like secrets are left out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ SECTIONS = (
     *("model", "data", "rollout", "episode", "chat", "reward", "learner", "lora", "sft", "staleness", "weights"),
     "drift",
 )
+"""Sections of the configuration with keys that the card may show."""
 LEFT_OUT = ("episode.command", "learner.teacher_server")
+"""Keys of these sections that the card never shows."""
 
 
 def model_card(config: Config, lines: Sequence[Line], *, step: int, version: int, base: str, is_adapter: bool) -> str:
@@ -95,12 +97,14 @@ def _results(config: Config, lines: Sequence[Line], step: int) -> list[str]:
 
 def shown_keys(config: Config) -> Iterator[tuple[str, Any]]:
     """Yield the keys that the card shows, with their values: those of SECTIONS that differ from their defaults."""
+    # ``named`` gives names of the hub in place of folders.
     config, defaults = named(config), Config()
     for name in SECTIONS:
         yield from _changed(getattr(config, name), getattr(defaults, name), name)
 
 
 def _changed(section: Section, default: Section, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, public value) for each key of ``section``, at ``prefix``, that differs from ``default``."""
     for name in type(section).model_fields:
         key, value, before = f"{prefix}.{name}", getattr(section, name), getattr(default, name)
         if value == before or key in LEFT_OUT:

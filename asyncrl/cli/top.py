@@ -298,9 +298,10 @@ def _turn_colours_off_if_few() -> None:
 
 
 def _wants_terminal(given: argparse.Namespace) -> bool:
+    """Whether to show the screens in the terminal; otherwise the command prints once."""
     if given.once or given.json:
         return False
-    # Textual draws on standard error. A closed stream is None.
+    # Textual draws on standard error. Python sets a stream that was closed at the start to None.
     terminal = all(each is not None and each.isatty() for each in (sys.stdin, sys.stdout, sys.stderr))
     return terminal and os.environ.get("TERM", "") not in ("", "dumb")
 

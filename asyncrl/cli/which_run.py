@@ -53,7 +53,7 @@ def _newest_runs() -> list[Path]:
 
 
 def may_live(run_dir: Path, *, if_hidden: bool = True) -> bool:
-    """Return whether a run is live in the folder; ``if_hidden`` if this user may not look."""
+    """Return whether a run is live in the folder; returns ``if_hidden`` if this user may not read the folder's lock."""
     from asyncrl.launcher.run_folder.private import is_live
 
     try:

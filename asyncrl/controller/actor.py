@@ -199,9 +199,10 @@ class Controller(RunActor):
 
     @handler
     def heartbeat_of(self, request: Heartbeat, caller: Caller) -> None:
-        """Store a heartbeat, add its events, and during the start wake the launcher's call if the stage has changed.
+        """Store a heartbeat and add its events.
 
-        Ignores a heartbeat that is not the newest one of the living incarnation.
+        While the run starts, wake the launcher's call if the actor's stage (``_with_stage``) has changed. Ignores a
+        heartbeat that is not the newest one of the living incarnation.
         """
         stage_before = self._with_stage(caller.name)
         if not self.registry.heartbeat(caller.name, caller.incarnation, request, self.clock.now()):
@@ -219,9 +220,9 @@ class Controller(RunActor):
 
     @handler
     async def resolve(self, request: Resolve, caller: Caller) -> Resolved:
-        """Park until the caller can call an incarnation of the actor above ``above``. Answers None if none can in time.
+        """Park until the caller can call an incarnation of the actor above ``above``; answer with its record.
 
-        With ``unready`` a record with facts is enough.
+        With ``unready`` a record with facts is enough. If the caller's time ends first, answers without a record.
         """
 
         def find() -> ActorRecord | None:
@@ -237,16 +238,16 @@ class Controller(RunActor):
     async def watch_run(self, request: WatchRun, caller: Caller) -> RunState:
         """Park until there is news for the caller: a new state and, if the caller asks for them, new lines.
 
-        ``seen`` and ``seen_line`` are the numbers of the state and the line that the caller has. A caller without
+        ``seen`` and ``seen_line`` are the numbers of the newest state and line that the caller has. A caller without
         ``seen_line`` (below 0), as an actor, is not woken by changes that matter to the launcher only. The call also
-        notes which members the caller knows.
+        notes which revision of the members the caller has admitted.
         """
         if self.members.taken_in(caller.name, request.members):
             self._registered.wake()
         if request.seen_line < 0:
 
             def matters() -> RunState | None:
-                # A larger number came from another controller, so the caller does not know this state.
+                # None if the caller has seen all changes that matter to it. A larger number is another controller's.
                 return None if self.machine.matters <= request.seen <= self.machine.number else self.machine.message
 
             return await self._watchers.until(matters, caller.park_s) or self.machine.message
@@ -353,7 +354,7 @@ class Controller(RunActor):
 
     @handler
     def bring_back(self, request: BringBack, caller: Caller) -> Done:
-        """Have a resting replica started again.
+        """End the rest of a replica, which was stopped because it could not be kept alive (state/reserve.py).
 
         Raises InvalidRequest if it is not resting, or if the run drains or is preempted.
         """
@@ -425,10 +426,12 @@ class Controller(RunActor):
     def state_changed(self) -> None:
         """Wake all calls and tasks that wait for the run's state, after each change of it.
 
-        Also notify the user of replicas that begin to rest or are back, and end the feed of sinks that have to drain.
+        Also notify the user of replicas that begin to rest (state/reserve.py) or are back. End the feed of sinks that
+        have to drain.
         """
         run = self.machine
-        # A host on trial leaves once all of its rollouters rest. So the user hears of their rests once the host serves.
+        # A host on trial has joined and does not serve so far, and leaves once all of its rollouters rest. So the user
+        # hears of their rests only once the host serves.
         on_trial = self.members.on_trial
         resting = [replica for replica in run.resting if replica.name not in on_trial]
         for key, text, count, meanwhile in self._rest_notices.news(resting, run.expected, drains=bool(run.drain)):

@@ -1,8 +1,9 @@
 """The address file of a controller: it holds the state of the run that a successor needs.
 
-No other process knows which hosts are lost. If the file of the earlier controller is damaged, the node agent still
-knows the address. Then the largest incarnation of each actor that registers counts. If the file cannot be written
-later, the user gets a notice, and the controller writes it again at the next change. The first write raises OSError.
+The agent of a lost host does not register again, so only the file names this host. If the file of the earlier
+controller is damaged, the node agent still knows the address. Then the largest incarnation of each actor that registers
+counts. The first write raises OSError. If a later write fails, the user gets a notice, and the controller writes the
+file again at the next change.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Succession:
         self._changed = asyncio.Event()
         """Set when the file is out of date."""
         self._seen_changes = 0
-        """``Registry.changes`` when the file was last out of date."""
+        """``Registry.changes`` at the last change that ``follow_registry`` saw."""
         self.earlier = self._read()
         """Address file of an earlier controller of this attempt; None if this is the first one."""
 

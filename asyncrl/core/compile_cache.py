@@ -24,7 +24,7 @@ def compile_cache() -> str:
         return chosen
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = os.path.join(cache, "asyncrl", "torchinductor")
-    # A user without a home folder keeps the "~".
+    # For a user without a home folder, the path still begins with "~".
     if os.path.isabs(folder):
         with contextlib.suppress(OSError):
             os.makedirs(folder, exist_ok=True)

@@ -28,8 +28,8 @@ class DeathCounts:
     ) -> None:
         """Keep the numbers in ``deaths``, which this object then changes.
 
-        A key fails after ``max_attempts`` deaths while it ran alone. Of more than ``most`` keys, the one whose last
-        death is the oldest is forgotten.
+        A key fails after ``max_attempts`` deaths while it ran alone. If there are more than ``most`` keys, the one
+        whose last death is the oldest is forgotten.
         """
         self._deaths = {} if deaths is None else deaths
         self._reasons: dict[str, str] = {}
@@ -55,6 +55,7 @@ class DeathCounts:
         """Count the death of a process that generated this key, ``alone`` or with others."""
         # Moved to the end, so that the first key is the one to forget.
         deaths = self._deaths.pop(key, 0)
+        # Deaths in company count up to ALONE_FROM only.
         counts = alone or not runs_alone(deaths)
         self._deaths[key] = deaths + counts
         self._reasons[key] = reason

@@ -27,7 +27,7 @@ import msgspec
 import xxhash
 
 FILE_SUFFIX = re.compile(r"\.(jsonl?|ndjson|parquet|csv|tsv|txt|arrow|gz|zst|safetensors|bin|gguf|pt)$", re.IGNORECASE)
-"""End of the name of a file: what has one is no name of a repository."""
+"""Suffix of a file's name. A name with such a suffix is not that of a repository of the hub."""
 
 CHUNK_BYTES = 4 << 20
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

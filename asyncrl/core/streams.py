@@ -125,6 +125,7 @@ class Printer:
             return self._idle
 
     def _drop(self, stream: TextIO, data: bytes) -> None:
+        """Count the lines of a text that was taken from the queue unwritten."""
         self._bytes -= len(data)
         self._lost[stream] = self._lost.get(stream, 0) + data.count(b"\n")
 
@@ -151,6 +152,7 @@ PRINTER = Printer()
 
 
 def _descriptor(stream: TextIO) -> int:
+    """The descriptor of a stream; -1 without one."""
     try:
         return stream.fileno()
     except (OSError, ValueError, AttributeError):

@@ -35,7 +35,7 @@ def _run(work: Callable[[], T], done: Future[T]) -> None:
 
 
 def wait_for(done: Future[Any] | None, timeout_s: float, *, who: str, thread: str) -> None:
-    """Wait up to ``timeout_s`` seconds until work has ended, with a result or an error; None has ended.
+    """Wait up to ``timeout_s`` seconds until work has ended, with a result or an error. None: there is no work.
 
     ``who`` is the actor that the error names as waiting, ``thread`` the name of the thread. Raises DeadlineExceeded.
     """

@@ -135,6 +135,7 @@ def _holds_rows(file: PurePath, kind: Kind | None) -> bool:
 
 
 def _is_of_split(file: PurePath, split: str) -> bool:
+    """Whether the name of the split is a word of the file's path."""
     return re.search(rf"(^|[-_./ ]){re.escape(split)}([-_./ ]|$)", file.as_posix(), re.IGNORECASE) is not None
 
 

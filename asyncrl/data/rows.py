@@ -6,8 +6,8 @@ with a ``problem``.
 
 Columns may be nested: ``reward_model.ground_truth``. A column whose own name contains the dots has precedence.
 
-The order is a pure function of (dataset fingerprint, seed, epoch). A position is the number of a draw, from 0; after
-the last prompt of an epoch comes the first one of the next. Invariant: within an epoch every index occurs exactly once.
+The order is a pure function of (dataset fingerprint, seed, epoch). A position counts draws from 0 over all epochs:
+after the last prompt of an epoch comes the first of the next. Invariant: in an epoch every index occurs exactly once.
 The result depends neither on a library's random generator nor on earlier look-ups, so a restarted dataloader continues
 where the lost one was. The permutation is the swap-or-not shuffle (Hoang, Morris, Rogaway, "An Enciphering Scheme Based
 on a Card Shuffle", CRYPTO 2012): O(log n) time and no memory for a lookup, for any n. Each of its rounds is its own

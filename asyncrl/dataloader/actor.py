@@ -65,7 +65,7 @@ class Dataloader(Actor):
         self._previous: LeaseBook | None = None
         """The last book before the gate was shut; None while the gate is open, and before the first book."""
         self._learner = 0
-        """Newest incarnation of the learner that has sent ``Restored``."""
+        """Newest incarnation of the learner that has sent ``Restored``; 0 before the first."""
         self._last_restored: Restored | None = None
         """The last ``Restored`` from which a book was rebuilt."""
         self._restoring = asyncio.Lock()
@@ -266,6 +266,7 @@ class Dataloader(Actor):
         return RollouterAnswer(call.answered_by, held)
 
     async def _ask_learner(self, uids: list[str]) -> list[str]:
+        """Ask the learner which of the prompts ``uids`` it holds; an empty list if the call fails."""
         if not uids:
             return []
         try:
@@ -488,4 +489,5 @@ class Dataloader(Actor):
 
 
 async def _fail(error: Exception) -> None:
+    """Raise ``error``; run as a task of the actor, this ends the actor."""
     raise error

@@ -1,13 +1,14 @@
 """The curriculum: which prompts rest in an epoch, by the rewards of their earlier groups. Pure.
 
-A group has no signal if its rewards are equal, as those of solved and of hopeless prompts are. After such a group its
-prompt rests for ``rest`` epochs. If the next group has no signal either, the prompt rests twice as long as before, up
-to ``longest`` epochs. A group with a signal ends the row.
+A group has no signal if its rewards are equal (within learner.signal_tolerance), as those of solved and of hopeless
+prompts are. A group whose mean reward is at least ``solved`` counts as one without a signal, too. After such a group
+its prompt rests for ``rest`` epochs. If the next group has no signal either, the prompt rests twice as long as before,
+up to ``longest`` epochs. A group with a signal ends the row.
 
 Invariant: the decision depends on the results in the ledger and on the epoch alone, so a resumed run decides alike.
 
-A user's function decides in place of the rule. It runs in the dataloader, once for each prompt of an epoch: it is
-arithmetic on a few numbers. Fails with ConfigError if it does not return a truth value.
+A user's function decides in place of the rule. It runs in the dataloader, once for each prompt of an epoch, so it must
+be quick. Fails with ConfigError if the function raises an error or does not return a truth value.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ def rests_until(results: Sequence[GroupResult], curriculum: CurriculumConfig, to
 
 
 def _is_flat(result: GroupResult, curriculum: CurriculumConfig, tolerance: float) -> bool:
+    """Whether a group counts as one without a signal."""
     is_solved = curriculum.solved is not None and result.mean >= curriculum.solved
     return result.spread <= tolerance or is_solved
 

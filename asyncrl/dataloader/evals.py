@@ -59,6 +59,7 @@ class _Round:
     """Uids of the prompts without an outcome."""
     size: int
     at_start: bool
+    """Whether training waits for this round: it is the round at the start of its set."""
 
 
 def _parts_of(round: str) -> tuple[str, int]:
@@ -185,6 +186,7 @@ class EvalRounds:
             self._open(item, version)
 
     def _open(self, item: EvalSet, version: int, *, at_start: bool = False, held: Collection[str] = ()) -> None:
+        """Open a round of a set. The prompts ``held`` (uids) are with the learner, so they do not wait for a lease."""
         self._newest[item.name] = version
         prompts = [EvalPrompt(item.name, version, index) for index in item.prompts]
         self._rounds[f"{item.name}@{version}"] = _Round(

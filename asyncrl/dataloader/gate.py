@@ -5,11 +5,11 @@ group is leased while
 
     trained + outstanding < T(u) + (eta_t + 1) * G
 
-where eta_t is the working limit (versions) and G the number of groups of a version. A group is outstanding from its
-lease until the learner has reported its outcome or it is returned; its delivery changes nothing. Then the number of
-groups that can be trained before it is below T(u) + (eta + 1) * G. If groups are trained in the order of their leases,
-it is trained under version u + eta at the latest. Freeing the place at delivery, counting with the newest published
-version, or taking trained = v * G would each break that.
+where eta_t is the working limit (versions) and G the number of groups of a version. The limit is at most eta, which is
+staleness.max. A group is outstanding from its lease until the learner has reported its outcome or it is returned; its
+delivery changes nothing. So fewer than T(u) + (eta + 1) * G groups can be trained before the leased group. If groups
+are trained in the order of their leases, that group is trained under version u + eta at the latest. Freeing the place
+at delivery would break this bound. So would T of the newest published version in place of T(u), or v * G for T(v).
 
 The gate never leases more than the run still needs, and nothing before an engine serves a version of the present
 learner. No rollouter generates more than an equal share of the groups, rounded up. Otherwise the rollouter whose
@@ -37,7 +37,9 @@ from bisect import bisect_right
 PATIENCE = 4
 """Full steps in a row before the limit shrinks."""
 GROW_VERSIONS = 0.5
+"""Amount by which the limit is raised, as a share of the groups of a version."""
 SHRINK_STEPS = 1 / 16
+"""Amount by which the limit is lowered, as a share of the groups of a step."""
 
 
 class WorkingLimit:
@@ -67,7 +69,7 @@ class WorkingLimit:
         return self.groups / self._groups_per_version
 
     def refused(self) -> None:
-        """Note that a rollouter was refused a group because of the limit; the next step may raise the limit."""
+        """Note that a rollouter was refused a group because of the limit; the next ``step_began`` may raise it."""
         self._refused = True
 
     def step_began(self, buffered_groups: int, *, waited: bool) -> None:

@@ -1,8 +1,8 @@
 """The book of leases: which prompt is leased to which rollouter, and what becomes of it. Pure.
 
 A prompt is *out* from its lease until the learner reports its outcome or it is returned. A prompt that is out without a
-holder is with the learner, or its holder has died or left: then it is an *orphan*. It stays out until the learner has
-said whether it holds it (``settle``). If the learner does not hold it, it is leased again.
+holder is with the learner, or its holder has died or left: then it is an *orphan*. An orphan stays out until the
+learner has said whether it holds the group (``settle``). If the learner does not, the prompt is leased again.
 
 Invariants:
 
@@ -38,7 +38,7 @@ from asyncrl.messages.ledger import position_of
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A rollouter's request for groups; the fields are those of RequestLeases."""
+    """A rollouter's request for groups; the fields are those of RequestLeases (messages/groups.py)."""
 
     rollouter: str
     incarnation: int
@@ -78,6 +78,7 @@ class Holder:
     last_number: int = 0
     """The highest lease number that may have been given to it."""
     served_version: int = -1
+    """Policy version that the rollouter's engine serves; -1 before the first."""
     holding: frozenset[str] = frozenset()
     """Uids that the rollouter held at its last request; every other received lease was delivered."""
     leases: dict[int, PromptLease] = field(default_factory=dict)
@@ -112,7 +113,7 @@ class LeaseBook:
         self.rollouters: dict[str, Holder] = {}
         """Rollouters that have been met and are not known to be dead."""
         self.leaving: set[str] = set()
-        """Those of them that get no more leases."""
+        """Rollouters that leave, and so get no more leases."""
         self.newest_call: dict[tuple[str, int], int] = {}
         """Number of the latest request that has arrived, by rollouter and incarnation."""
         self.answered_call: dict[tuple[str, int], int] = {}
@@ -120,8 +121,9 @@ class LeaseBook:
         self._eval_turn = False
         """Whether evaluation is next where training and evaluation both have prompts to lease."""
         self._stopped = False
+        """Whether nothing more is leased, because the run is preempted."""
         for uid in [uid for uid in self.ledger.attempts if not self.is_open(uid)]:
-            # Its prompt has an outcome, or is never leased again.
+            # The prompt of this uid has an outcome, or is never leased again.
             self.suspects.forget(uid)
         self.number = number
         """Number of the newest report of the learner that was applied; there is no gap before it."""
@@ -229,7 +231,8 @@ class LeaseBook:
         # Unconfirmed leases come first. They bypass the gate, which counts them already.
         found = [lease for lease in running if lease.number > ask.seen][: ask.free_groups]
         self.counts["granted_again"] += len(found)
-        # A copy of this request, or a later one, may have got a lease: then ``holding`` may be incomplete.
+        # A copy of this request, or a later one, may have got a lease: then ``holding`` may be incomplete. Number 0 is
+        # that of an unnumbered request, which counts as unanswered.
         is_answered = 0 < ask.number <= self.answered_call.get(caller, 0)
         if not lone and not is_answered:
             self._lease_new(ask, holder, running, found)
@@ -300,13 +303,14 @@ class LeaseBook:
         for lease in [each for each in holder.leases.values() if each.prompt.uid not in holding]:
             self._orphan(holder, lease)
         # A leaving rollouter stays a holder while it holds prompts, so that its death makes them orphans. It gets no
-        # lease, so a suspect must wait for another one.
+        # lease, so a suspect must wait for another rollouter.
         self.leaving.add(rollouter)
         self.suspects.release(rollouter)
         if not holding:
             self.died(rollouter, incarnation)
 
     def _orphan(self, holder: Holder, lease: PromptLease) -> None:
+        """Make a leased prompt an orphan: it stays out, without a holder."""
         del holder.leases[lease.number]
         lease.rollouter = None
         self._orphans[lease.prompt.uid] = None
@@ -387,6 +391,7 @@ class LeaseBook:
 
     @property
     def _exhausted(self) -> bool:
+        """Whether no training prompt is left to lease: the run stops, or needs no more than those that are out."""
         return self._stopped or not self.gate.needed(self.outstanding)
 
     def _add(self, lease: PromptLease) -> None:

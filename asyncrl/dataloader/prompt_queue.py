@@ -1,8 +1,9 @@
 """The queue of training prompts: which prompt is leased next, of one source or of a mixture. Pure.
 
 ``Shares`` chooses the source of the next prompt. Each source gives first its returned prompts, the earliest of
-its order first, and then the next prompt to come. Its epochs stream into one another. A prompt that is too long, or
-rests by the curriculum, is rejected on the way and counts in no share.
+its order first, and then the next prompt to come. Its epochs stream into one another. Epochs are numbered over all
+sources: epoch E is of source E modulo their number. A prompt that is too long, or rests in this epoch (curriculum.py),
+is rejected on the way and counts in no share.
 
 Invariant: every prompt of an epoch is in exactly one state:
 
@@ -54,11 +55,12 @@ class TrainingPrompt:
 
 @dataclass(slots=True)
 class PromptSource:
-    """A source of prompts. ``oversize`` must leave out at least one prompt."""
+    """A source of prompts. At least one prompt must not be in ``oversize``, unless the source's file grows."""
 
     order: EpochOrder
     """Order of all prompts that were read so far."""
     oversize: Collection[int] = frozenset()
+    """Indices of the prompts that are too long to be leased."""
     weight: float = 1.0
     prefix: Callable[[int], str] | None = None
     """Returns the fingerprint of the first prompts, by their number, if the file of the source grows; else None."""
@@ -93,9 +95,9 @@ class Shares:
         """Draws by which a source must be behind its share to be eligible."""
 
     def next(self, drawn: Sequence[int]) -> int:
-        """Return the number of the source to draw from next, after so many draws of each.
+        """Return the index of the source to draw from next; ``drawn`` has the number of draws of each source.
 
-        Of the sources that are behind their share, the one that must be drawn first to stay within the bound.
+        Among the sources that are behind their share, that is the one with the earliest deadline for the bound.
         """
         if len(drawn) == 1:
             return 0
@@ -120,7 +122,7 @@ class PromptQueue:
         self.rejections = 0
         """Prompts rejected so far."""
         self.rests = rests
-        """The curriculum."""
+        """The curriculum; None without one."""
         self._shares = Shares([source.weight for source in sources])
         self._sources = [_SourceQueue(self, number, source) for number, source in enumerate(sources)]
 
@@ -151,7 +153,7 @@ class PromptQueue:
         self.rejections += 1
 
     def finish(self, kind: Kind, epoch: int, index: int, rewards: tuple[float, float] | None = None) -> None:
-        """Record the first outcome of a prompt, with mean and spread of its rewards. It may be in any state."""
+        """Record the first outcome of a prompt in any state, with (mean, spread) of its rewards."""
         self.ledger.record(kind, epoch, index, rewards)
         self._of(epoch).finish(kind, f"{epoch}-{index}")
         self.rejected.pop(f"{epoch}-{index}", None)
@@ -168,6 +170,7 @@ class PromptQueue:
             source.grow()
 
     def _of(self, epoch: int) -> _SourceQueue:
+        """Return the queue of the source to which an epoch belongs."""
         return self._sources[epoch % len(self._sources)]
 
 
@@ -182,7 +185,7 @@ class _SourceQueue:
         """Uids of the prompts that are leased or with the learner."""
         counts = queue.ledger.of_source(number)
         self.drawn = sum(count for kind, count in counts.items() if kind not in UNLEASED)
-        """Prompts that are out, or have an outcome after a lease: those that count in the shares."""
+        """Number of prompts that are out, or have an outcome after a lease: those that count in the shares."""
         self._queue, self._ledger = queue, queue.ledger
         self._number, self._stride = number, queue.ledger.number_of_sources
         self._returned: dict[str, TrainingPrompt] = {}
@@ -227,6 +230,7 @@ class _SourceQueue:
         raise AssertionError("epochs do not end")
 
     def _rests(self, prompt: TrainingPrompt) -> bool:
+        """Whether the curriculum leaves the prompt out of its epoch."""
         rests, results = self._queue.rests, self._ledger.results(prompt.epoch, prompt.index)
         return rests is not None and rests(results, prompt.epoch // self._stride)
 
@@ -267,6 +271,7 @@ class _SourceQueue:
         self._returned.pop(uid, None)
 
     def grow(self) -> None:
+        """Record the size that a growing source has now, for its epochs that have not begun."""
         source, ledger = self.source, self._ledger
         if source.prefix is None:
             return

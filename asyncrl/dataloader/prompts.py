@@ -126,6 +126,7 @@ def collect(source: str, raw_rows: Iterable[RawRow], data: PromptsConfig) -> Dat
             rows.append(check_row(raw, data))
         except BadRow as error:
             skipped += 1
+            # Keep the first bad row, and LISTED_PROBLEMS further ones.
             if len(bad) <= LISTED_PROBLEMS:
                 bad.append((raw, str(error)))
     first_skipped = ""
@@ -184,6 +185,7 @@ def _simplify(value: Any) -> Any:
 
 
 def _kind(value: Any) -> str:
+    """Name the type of a row's value, for an error."""
     names = {dict: "an object", list: "a list", str: "text", bool: "a boolean", int: "a number", float: "a number"}
     return "null" if value is None else names.get(type(value), type(value).__name__)
 
@@ -331,6 +333,7 @@ class TrainingSet:
     source: PromptSource
     """The same prompts as the queue sees them."""
     file: GrowingFile | None = None
+    """File of the source, if rows may be appended to it; else None."""
 
 
 class RunPrompts:
@@ -423,6 +426,7 @@ class RunPrompts:
             source = sampling.data.source_name
             purpose, epoch, samples = f"eval/{prompt.name}", prompt.version, sampling.n
         else:
+            # Epochs are numbered over all sources, which take turns (messages/ledger.py).
             training = self.training[prompt.epoch % len(self.training)]
             prompts, source = training.prompts, training.name
             purpose, epoch, samples = "train", prompt.epoch, rollout.samples_per_prompt

@@ -51,7 +51,10 @@ class Restorer:
         """The staleness limit of all books: a restore does not reset it."""
 
     def check_unchanged(self, request: Restored) -> None:
-        """Check that prompts and seed are unchanged, or may change. A new run has neither yet. Raises RunChanged."""
+        """Check that prompts and seed are unchanged, or may change. Raises RunChanged.
+
+        The request of a new run has the fingerprint "" and the seed -1, which fit all prompts and seeds.
+        """
         may_change = self._config.resume.allow
         if self._is_other_data(request) and "data" not in may_change:
             fingerprint, prompts = self.identity(self._sizes(request))
@@ -65,7 +68,7 @@ class Restorer:
             raise RunChanged("seed", "run.seed differs", was=str(request.seed), now=str(self.seed))
 
     def identity(self, grown: Sequence[Growth]) -> tuple[str, int]:
-        """Fingerprint and number of the prompts of the run; of a source that has ``grown``, those at its start."""
+        """Fingerprint and number of the prompts of the run. A source in ``grown`` counts with its first size there."""
         found: list[tuple[float, str]] = []
         prompts = 0
         for number, source in enumerate(self._sources):
@@ -160,13 +163,14 @@ class Restorer:
         return any(self._has_changed(each) for each in sizes)
 
     def _sizes(self, request: Restored) -> list[Growth]:
-        """LedgerState.grown; for a file that the run did not follow before, with the prompts that it had."""
+        """Return the sizes in the ledger. For a single file that the run did not follow before, return its old size."""
         first, *others = self._sources
         if request.ledger.grown or others or first.prefix is None or not request.prompts:
             return request.ledger.grown
         return [Growth(request.ledger.first_epoch, request.prompts, request.fingerprint)]
 
     def _has_changed(self, growth: Growth) -> bool:
+        """Whether the first rows of a growing file are fewer than ``growth`` says, or others."""
         source = self._sources[growth.epoch % len(self._sources)]
         if source.prefix is None:
             return False

@@ -1,8 +1,8 @@
 """Suspect prompts that wait to run alone: their rollouters died while generating them (core/death_counts.py). Pure.
 
 After ALONE_FROM deaths a suspect is leased only to a rollouter that holds nothing, and runs there alone. A busy
-rollouter always holds something. So while a suspect waits, one rollouter is set aside for it: it gets no lease until it
-has delivered everything, and then it gets the suspect.
+rollouter always holds something. So while a suspect waits, one rollouter is set aside for it. That rollouter gets no
+lease until it has delivered everything, and then it gets the suspect.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Episodes: users' code that plays a task against the policy, and the actor that runs it.
 
 An episode is ``async def episode(task: Task, client: Client) -> reward``. The reward is a finite number, a mapping of
-components, or None where turn rewards or reward.function say it.
+components, or None if turn rewards or reward.function give the reward.
 """
 
 from asyncrl.core.errors import ChatRefused, EpisodeOver

@@ -48,6 +48,7 @@ MOST_OVER = 4096
 """Number of ended sessions whose keys are kept for later calls."""
 ENDED = "it has ended"
 KEY = re.compile(r"(?<![0-9a-f])[0-9a-f]{32,64}(?![0-9a-f])")
+"""Finds hexadecimal numbers in a text that may be keys of sessions."""
 
 
 class EpisodesActor(Actor, EpisodeObserver):
@@ -139,7 +140,7 @@ class EpisodesActor(Actor, EpisodeObserver):
         return self._players.resources() if self._players is not None else []
 
     def peer_died(self, name: str, incarnation: int) -> None:
-        """End the episodes of a rollouter that has died."""
+        """End the episodes that the rollouter ``name`` has asked for in the start ``incarnation`` or an earlier one."""
         for session in self._sessions.values():
             if session.rollouter == name and session.incarnation <= incarnation:
                 session.end("the rollouter has died")

@@ -31,7 +31,7 @@ from asyncrl.workers.worker_pool import LOOK_S, Place, PoolObserver, WorkerCount
 BEATS = 8
 """Number of Alive messages that a worker sends in the shorter of episode.stall_timeout_s and close_timeout_s."""
 MOST = 4096
-"""Number of episodes for which deaths of their workers are remembered; the oldest are forgotten."""
+"""Most episodes for which deaths of their workers are remembered; the oldest are forgotten."""
 
 
 @dataclass(eq=False, slots=True)
@@ -64,7 +64,7 @@ class EpisodePlace(Place):
 
 @dataclass(slots=True)
 class EpisodeCounts(WorkerCounts):
-    """Counts of an episode host since its start, by the names of the catalogue."""
+    """Counts of an episode host since its start, by the names of its metrics (metrics.py)."""
 
     played: int = 0
     """Number of episodes that ended by themselves or with their worker."""
@@ -230,7 +230,8 @@ class EpisodePool(WorkerPool[EpisodePlace]):
         The result blames an episode only if the worker was a lone one, or was killed because the episode did not end.
         """
         inside, place.open = list(place.open.values()), {}
-        # A worker that was never ready has begun no episode, so no episode caused its end.
+        # Only the end of a worker for an unknown cause makes its episodes suspects. A worker that was never ready has
+        # begun no episode, and a guilty episode is a known cause.
         if was_ready and not place.guilty:
             for opened in inside:
                 self._deaths.died(opened.session.task.episode_id, alone=place.lone)

@@ -1,10 +1,10 @@
 """Episodes that are programs: each runs as a process of its own and finds the policy's address in its environment.
 
-Its exit ends the episode. After exit code 0 the last line of its standard output is the reward. The line is a finite
-number or a JSON object of components; another line is no reward. Invariant: when an episode has a result, nothing of
-the program is left, even if this process has died (workers/keeper.py). The program of a cancelled episode has
-close_timeout_s to end. The program receives the variables that any program needs, the variables that the user names
-(workers/confinement.py), and the key of its own session.
+The program's exit ends the episode. After exit code 0 the last line of its standard output is the reward. The line is a
+finite number or a JSON object of components; another line is no reward. Invariant: when an episode has a result,
+nothing of the program is left, even if this process has died (workers/keeper.py). The program of a cancelled episode
+has close_timeout_s to end. The program receives the variables that any program needs, the variables that the user
+names (workers/confinement.py), and the key of its own session.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from asyncrl.workers.worker_pool import Place, WorkerPool
 MOST_LOOKED_AT = 32
 """Most programs whose memory one check measures: each takes a fraction of a millisecond."""
 MOST_ANSWER_BYTES = 1 << 20
+"""Largest report of a keeper on the end of its program (bytes)."""
 OURS = "ASYNCRL_"
+"""Prefix of asyncrl's own environment variables."""
 LARGEST_TASK = 64 << 10
 """Largest task that is put into the environment (bytes). The kernel allows 128 KiB for one variable."""
 

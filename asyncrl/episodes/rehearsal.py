@@ -68,7 +68,7 @@ def lognormal(chance: random.Random, median: float, sigma: float) -> float:
 
 
 def text(chance: random.Random, characters: float) -> str:
-    """Draw made-up words of so many characters, at least one character."""
+    """Draw made-up words of about ``characters`` characters in all, at least one character."""
     size = max(1, round(characters))
     words = " ".join(chance.choices(_WORDS, k=size // 4 + 1))
     return words[:size]

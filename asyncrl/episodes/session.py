@@ -187,6 +187,7 @@ def _exception_for(error: RemoteError, field: str) -> Exception:
     ``field`` is the field that counts as wrong if the error names none.
     """
     if error.code == EpisodeOver.code:
+        # The message begins with the words that EpisodeOver puts before each reason.
         return EpisodeOver(error.message.removeprefix(str(EpisodeOver(""))))
     if error.code == ChatRefused.code:
         field, _, problem = error.message.partition(": ")

@@ -9,9 +9,9 @@ fit.
 The bytes of a token's activations in a decoder layer follow transformers' Llama. With width h, queries q, keys k, an
 MLP of i and b bytes a number they are: norms in float32, two of 4 h + 2 b h each; attention, b (3 q + 2 k); the gated
 MLP, 4 b i. Norms of queries and keys, as Qwen3 has, add (4 + b) (q + k). In a mixture of experts i is the width of all
-experts that compute a token, c of them, and 2 b c h are added for its copies before and after them. A rank that shares
-rows with others has its own tokens for all heads outside of attention. Inside it has all tokens for its own heads,
-which are as many bytes.
+experts that compute a token, c of them, and 2 b c h are added for its copies before and after them. Outside of
+attention, a rank that shares rows with others has its own tokens for all heads. Inside attention it has all tokens for
+its own heads, which are as many bytes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ Checkpointing = Literal["off", "selective", "full"]
 
 FLOAT32 = 4
 ADAMW_STATES, MUON_STATES = 2, 1
+"""Float32 numbers that the optimizer keeps for each trained parameter."""
 GATHERED_LAYERS = 2
 """Layers that are whole in memory at once: the one that computes, and the next, which FSDP prefetches."""
 LOGITS_KEPT = 3
@@ -99,9 +100,11 @@ def shape_of_settings(settings: Mapping[str, Any], lora_rank: int = 0) -> ModelS
     attention = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)]
     dense = _mlp(hidden, text["intermediate_size"]) if experts is None or experts.dense_layers else []
     shared = _mlp(hidden, experts.shared) if experts is not None and experts.shared else []
+    # By layer: the number of parameters, and the matrices that adapters get.
     sizes = [_parameters(attention + dense)] * (layers if experts is None else experts.dense_layers)
     adapted = [attention + dense] * len(sizes)
     if experts is not None:
+        # Each expert has a row of the router, of width ``hidden``.
         of_experts = experts.count * (hidden + _parameters(_mlp(hidden, experts.width)))
         sizes += [_parameters(attention + shared) + of_experts] * (layers - len(sizes))
         # Experts, which are one tensor, have no adapters.
@@ -167,6 +170,7 @@ def experts_of(text: Mapping[str, Any]) -> ExpertSizes | None:
     width = text.get("moe_intermediate_size") or text["intermediate_size"]
     every = text.get("decoder_sparse_step") or 1
     skipped = text.get("mlp_only_layers") or []
+    # The model counts layers from 1 for ``every``, and from 0 in ``skipped``.
     by_step = sum((each + 1) % every != 0 or each in skipped for each in range(text["num_hidden_layers"]))
     return ExpertSizes(
         count=count,
@@ -370,9 +374,10 @@ def fewer_tokens(load: TrainingShape) -> list[int]:
 def wider_rows(shape: ModelShape, load: TrainingShape) -> list[TrainingShape]:
     """Return the settings under which twice, four times and so on as many ranks share each row.
 
-    They are none while rows can be shorter: only a sequence that needs more than FEWEST_TOKENS of a rank needs them.
-    The number of ranks has to divide all ranks and the attention heads.
+    Returns an empty list unless a rank's part of the longest sequence has more than FEWEST_TOKENS: below that, shorter
+    rows help. The number of ranks that share a row divides the number of all ranks, and that of attention heads.
     """
+    # ``shape.keys // shape.key_heads`` is the dimension of a head.
     ranks, heads = load.shards * load.replicas, shape.queries * shape.key_heads // shape.keys
     found, joined = list[TrainingShape](), 2 * load.context_parallel
     while load.least_tokens > FEWEST_TOKENS and ranks % joined == 0 and heads % joined == 0:

@@ -198,10 +198,11 @@ def share_gpu(total: int, demand: Demand) -> GpuShares | None:
 def _divide(total: int, demand: Demand, usable: float, copied_bytes: int = 0) -> GpuShares | None:
     """Divide a GPU so that the rank's estimate fills a part ``usable`` of its share.
 
-    ``copied_bytes`` is the memory for a copy of the weights. Returns None if the memory does not suffice: for the rank,
-    for the utilization that the user set for the engine, or for LEAST_SEQUENCES in the engine's cache.
+    ``copied_bytes`` is the memory for a copy of the weights. Returns None if the memory does not suffice for the rank,
+    for the utilization that the user set, or for LEAST_SEQUENCES in the cache.
     """
     training = estimate(demand.shape, demand.load)
+    # Before training, a model that only scores is checked while the rank's weights are on the GPU.
     at_start = demand.scoring_bytes + (0 if training.offloaded else training.weights)
     rank_percent = _percent(max(training.device, at_start) / usable, total)
     # Both have a process. 1 % stays free.
@@ -299,6 +300,7 @@ def _changes(demand: Demand) -> dict[str, Callable[[Demand], Demand]]:
     if not demand.load.offloaded:
         changes["learner.offload = true"] = train(offloaded=True)
     if demand.shape.trained == demand.shape.parameters:
+        # There are no adapters. Those of rank 32 count as a hundredth of the parameters here.
         adapters = replace(demand.shape, trained=demand.shape.parameters // 100)
         changes["lora.rank = 32"] = lambda old: replace(old, shape=adapters)
     return changes

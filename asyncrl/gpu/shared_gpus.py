@@ -32,12 +32,12 @@ def sharers() -> dict[str, str]:
 
 
 def shared_engine() -> float:
-    """Return the number of the engine on this rank's GPU; NO_ENGINE if the rank has its GPU alone."""
+    """Return the index N of the engine rollouter/N on this rank's GPU; NO_ENGINE if the rank has its GPU alone."""
     return next((float(name.partition("/")[2]) for name in sharers().values()), NO_ENGINE)
 
 
 def rank_slices(config: Config, rank: int) -> RankSlices | None:
-    """Make the rank's side of a GPU that it has in time slices; None if it keeps its memory."""
+    """Make the rank's side of a GPU that it has in time slices; None if the rank keeps its memory."""
     if config.placement.share != "time_slice" or not (shared := sharers()):
         return None
     gpu, engine = next(iter(shared.items()))

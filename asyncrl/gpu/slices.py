@@ -3,16 +3,16 @@
 The rank comes first. It asks for the GPU when it has something to compute, and gives it back while it waits for groups.
 The engine has the GPU otherwise: it sleeps when the rank asks, and wakes when the rank has given the GPU back.
 
-Three Unix sockets of each GPU hold the state. Their names are the kernel's own (unix(7), "abstract"), so it frees them
-when a process dies, and nothing is left on disk:
+Three Unix sockets of each GPU hold the state. Their names are the kernel's own (unix(7), "abstract"), so the kernel
+frees them when a process dies. Nothing is left on disk. The sockets are:
 
     rank     listens while a rank lives
     asked    listens from the rank's request until it gives the GPU back
     memory   bound by the rank or the engine that has the GPU's memory
 
 Invariants: at most one of the two has the memory. A waiting engine gets the memory once a rank is alive and does
-not ask for it. The kernel frees the sockets of a process that dies. Fails with DeadlineExceeded if an engine does not
-give the memory back in time, or the previous rank's process does not end. The error names the engine.
+not ask for it. Fails with DeadlineExceeded if an engine does not give the memory back in time, or the previous rank's
+process does not end. The error names the engine.
 """
 
 from __future__ import annotations
@@ -214,6 +214,7 @@ def _bind(gpu: str, what: str) -> socket.socket | None:
 
 
 def _listen(gpu: str, what: str) -> socket.socket | None:
+    """As ``_bind``, and listen on the socket."""
     lock = _bind(gpu, what)
     if lock is not None:
         lock.listen(1)

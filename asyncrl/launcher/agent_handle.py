@@ -59,18 +59,21 @@ class AgentHandle:
     index: int
     contact: Contact
     ended: EndedEvent | None = None
-    """The agent's last event, which says how its part of the run ended; None until it arrives."""
+    """The agent's last event: how the run ended, or that the host has left it; None until it arrives."""
     exit_code: int | None = None
     """Exit code of the connection's process; None while the connection lasts."""
     lost: bool = False
     """True if the connection ended before the agent reported its end."""
     silence: Silence = field(default_factory=lambda: Silence(LOOK_S))
+    """Time since the agent was last heard, as ``look`` counts it."""
     _heard_since_look: bool = False
     """True if the agent sent a line since the last ``look``."""
     _ever_heard: bool = False
     """True once the agent has sent a line. Before that, a silence shorter than FIRST_WORD_S is not reported."""
     _reported: bool = False
+    """True if the agent was silent for long enough to be reported at the last ``look``."""
     _cuts: int = 0
+    """How often the connection was cut."""
 
     @property
     def over(self) -> bool:

@@ -1,14 +1,14 @@
 """Follows the node agents of a run, one on each host, until all have ended, and passes the user's signals on.
 
 The head is the host of the controller. The launcher asks the head's agent to end the run, and this agent reports how
-the run ended; the others learn it from the controller. The first signal preempts a run, or ends it in order during the
-start. The second signal ends it at once. A process that hangs delays the end only for a bounded time. If an agent does
-not end its actors within ``drain_s`` of the run's end, the launcher asks it to kill them. If that fails, the launcher
-kills the agent, and its guard ends the rest (agent_handle.py).
+the run ended. The other agents learn the end from the controller. The first signal preempts a run, or ends it in order
+during the start. The second signal ends it at once. A process that hangs delays the end only for a bounded time. If an
+agent does not end its actors within ``drain_s`` of the run's end, the launcher asks it to kill them. If that fails, the
+launcher kills the agent, and its guard ends the rest (agent_handle.py).
 
 A lost connection ends nothing: the run continues without that host's events. At the end the launcher connects to the
-host again, for a bounded time, to check that no process is left. If the head is lost, the launcher closes the other
-connections too, so that those agents end with their controller.
+host again, for a bounded time, to check that no process is left. If the connection to the head is lost, the launcher
+closes the other connections too, so that those agents end with the controller.
 
 When ``main`` returns, no process of the run is left, or the launcher has named the hosts where one may be left.
 """
@@ -59,9 +59,12 @@ ENDED_BY_CODE = {
         result="preempted", reason="asked to end; the launcher did not hear by what", exit_code=PREEMPTED_EXIT_CODE
     ),
 }
-"""How a run ended by the agent's exit code. It is used if the agent's last event did not arrive."""
+"""The end of a run for each exit code of an agent. It is used if the agent's last event did not arrive."""
 LOOK_AGAIN_S = 2.0
-"""Seconds that a lost head waits for the end of the run before it answers, and the pause after a failed try."""
+"""Seconds that the head's host waits for the end of the run before it answers over a new connection.
+
+Also the pause after a failed try to ask it.
+"""
 
 
 @dataclass
@@ -76,6 +79,7 @@ class Follower:
     on_running: Callable[[], None] = lambda: None
     """Called once, when the run first enters its running phase."""
     phase: str = ""
+    """Phase of the run in the newest state; empty before it."""
     has_run: bool = False
     """True once the run was in its running phase; stays true when a restarted controller reports a start again."""
     _failure: EndedEvent | None = None
@@ -118,7 +122,7 @@ class Follower:
     # --- events ---
 
     async def _follow(self, member: AgentHandle) -> None:
-        """Read a member's events until its connection ends, find out how it ended, and handle that end."""
+        """Read a member's events until its connection ends, find out how the agent ended, and handle that end."""
         await member.hear(self.folder.logs, self.progress, lambda event: self._handle_event(member, event))
         if member.ended is None and not member.lost and not self._killing:
             member.ended = await self._recover_end(member)
@@ -138,7 +142,7 @@ class Follower:
 
         This happens, for example, if this process was suspended. A lost connection is not such a case. Only the head's
         agent records the end: for it, look in the run folder, and then ask the head's host if that is another one. For
-        other agents and without a record, the exit code decides. None for a code that is not in ENDED_BY_CODE.
+        other agents and without a record, the exit code decides. Returns None for a code that is not in ENDED_BY_CODE.
         """
         ended = None
         if member is self._head:
@@ -154,7 +158,7 @@ class Follower:
     def _handle_event(self, member: AgentHandle, event: Any) -> None:
         """Act on an event of a member: note failures and the phase, pass the controller's address on, show the rest.
 
-        Only ``_state_reporter`` sets the phase, because all agents report the same state of the run.
+        Only the states that ``_state_reporter`` sends count, because all agents report the same state of the run.
         """
         match event:
             case EndedEvent():
@@ -171,6 +175,7 @@ class Follower:
                 if member is self._state_reporter():
                     self.phase = event.phase
                     self.progress.show(event)
+                    # The run may be preempted before a state of its running phase arrives.
                     if event.phase in ("running", "preempting") and not self.has_run:
                         self.has_run = True
                         self.on_running()
@@ -219,8 +224,8 @@ class Follower:
         """Wait for a signal, preempt the run, and kill it at a second signal or if it does not end in time.
 
         The time is ``drain_s`` and SLACK_S. A run that may write a checkpoint gets ``grace_s`` and another ``drain_s``.
-        The head's agent stops a run that is still starting, and the controller a run without steps. A run in its
-        draining phase gets no request, just the time.
+        The request to preempt stops a run that is still starting, and a run without trainer steps. A run in its
+        draining phase gets no request, just the time. ``main`` cancels this once the run has ended.
         """
         await self.interrupts.first()
         patience_s = self.config.supervision.drain_s + SLACK_S
@@ -353,6 +358,7 @@ class Follower:
             await contact.close()
 
     def _order(self, member: AgentHandle, **order: Any) -> EndOrder:
+        """Return the EndOrder for a member's host, with the further fields ``order``."""
         return EndOrder(run_dir=str(self.folder.path), index=member.index, log_dir=str(self.folder.logs), **order)
 
     def _result(self) -> EndedEvent:

@@ -1,8 +1,8 @@
-"""A host's part of a run: its downloads, the specifications for it and its node agent, and the start of the agent.
+"""A host's part of a run: its downloads, the specifications of host and node agent, and the start of the agent.
 
 The agent starts on this host below a guard, or on another host over a connection. Fails with UsageError for a host that
-has fewer GPUs than its line of the hostfile says, with ConfigError for keys that several hosts cannot have, and with
-OSError.
+has fewer GPUs than its line of the hostfile says. Fails with ConfigError for keys that several hosts cannot have, and
+with OSError.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ def host_of(line: HostLine, facts: HostOffer, address: str) -> PlacementHost:
 
 
 async def download(config: Config, pins: Mapping[str, Sequence[Pin]], reached: ReachedHosts) -> None:
-    """Let each host download the files of its ``pins``, by the host's name, to its own cache, all at the same time.
+    """Let each host download the files of its pins to its own cache, all at the same time. ``pins`` are by host name.
 
-    Hosts without pins get an order too, after which they wait longer for the next one. Raises ConfigError with the
-    problems of all hosts, and HostFailed.
+    A pin is a name of the Hugging Face hub with its commit. Hosts without pins get an order too, after which they wait
+    longer for the next one. Raises ConfigError with the problems of all hosts, and HostFailed.
     """
     orders = {name: fetch_order(config, each) for name, each in pins.items()}
     limit_s = config.hub.timeout_s + SLACK_S
@@ -95,7 +95,7 @@ async def download(config: Config, pins: Mapping[str, Sequence[Pin]], reached: R
 
 
 def fetch_order(config: Config, pins: Sequence[Pin]) -> FetchOrder:
-    """Return the order to download ``pins`` on a host, in the head's working directory, within hub.timeout_s."""
+    """Return the order to download ``pins`` on a host, in the launcher's working directory, within hub.timeout_s."""
     return FetchOrder(pins=list(pins), limit_s=config.hub.timeout_s, folder=os.getcwd(), env=passed_on())
 
 
@@ -121,7 +121,7 @@ def host_spec(config: Config, folder: RunFolder, index: int, credentials: dict[s
 
 
 async def prepare(reached: ReachedHosts, folder: RunFolder, specs: Mapping[str, HostSpec]) -> None:
-    """Prepare hosts, by their names, for their parts of the run. Raises HostFailed."""
+    """Prepare hosts for their parts of the run; ``specs`` are by host name. Raises HostFailed."""
     if specs:
         # A host that can read this id in the folder sees the same run folder, and uses it.
         with contextlib.suppress(FileExistsError), (folder.logs / RUN_ID).open("x") as file:
@@ -146,8 +146,8 @@ def start_agent(
 ) -> AgentHandle:
     """Start the agent of a prepared host over its connection, with ``placed``, its actors, and their environment.
 
-    Every incarnation of its actors is above ``above``, a number that all agents share. ``is_named`` is False if the run
-    has no hostfile. Network interfaces that the user has set in the environment win over those of the placement.
+    Every incarnation of its actors is above ``above``, a number that all agents share. ``is_named`` is False in a run
+    on this host alone. Network interfaces that the user has set in the environment win over those of the placement.
     """
     chosen = [name for name in INTERFACE_VARIABLES if name in os.environ]
     spec = AgentSpec(

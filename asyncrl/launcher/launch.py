@@ -116,8 +116,8 @@ def run_hosts(
     ``start`` starts commands on the other hosts. ``resume`` is the value of --resume. ``dry_run`` only shows the plan,
     or with "json" the resolved configuration, and then calls ``after_dry_run`` with that configuration. ``shared``: all
     hosts see the run folder, so this host may resume a run without being the head. ``everywhere``: this host also gets
-    its part by ``start``, for example because that leads into a container. ``detached`` is the command that waits in
-    the terminal (terminal/detach.py). ``command`` is the user's command line, for the advice how to resume.
+    its part by ``start``, for example because ``start`` leads into a container. ``detached`` is the command that waits
+    in the terminal (terminal/detach.py). ``command`` is the user's command line, for the advice how to resume.
     ``on_folder`` gets the run folder once the run has one. ``reserved`` is the folder of a new run, if it was made
     already.
     """
@@ -142,7 +142,10 @@ def run_hosts(
 
 @dataclass
 class Launch:
-    """The launch of one run on the hosts of ``lines``; without ``start``, on this host alone."""
+    """The launch of one run on the hosts of ``lines``; without ``start``, on this host alone.
+
+    ``run_hosts`` describes the fields that come before ``head``.
+    """
 
     config: Config
     lines: Sequence[HostLine]
@@ -426,6 +429,7 @@ class Launch:
 
 
 def _require_different(identities: Mapping[str, str]) -> None:
+    """Raise UsageError if two host names lead to one machine. ``identities`` has a text for each name's machine."""
     if problems := errors_of(compare_identities(identities)):
         raise UsageError("\n".join(problems))
 
@@ -435,8 +439,9 @@ def begin(
 ) -> int:
     """Begin an attempt of a run: print its folder or prepare the resumption, and record its digests and command.
 
-    Returns a number; every incarnation (rpc/lifecycle/incarnations.py) of this attempt is above it. The number is at
-    least the newest writer in the checkpoint folder, which accepts no older learner. Raises CheckpointError, OSError.
+    Returns a number; every incarnation (rpc/lifecycle/incarnations.py) of this attempt is above it. So the learner is
+    newer than the last one that wrote to the checkpoint folder, which accepts no older one. Raises CheckpointError,
+    OSError.
     """
     if resumption is None:
         progress.say(f"run folder: {folder.path}")

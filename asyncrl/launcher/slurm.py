@@ -4,7 +4,7 @@ Within a job its nodes are the hosts, in SLURM's order, so the first, where the 
 may start a job again at any time, so a job resumes the run of its name if there is one.
 
 The batch script is train.sbatch with the command of the user and the job's own options. A job requests GPUs only if the
-configuration certainly uses some, and then a core for each process. Fails with UsageError for the command line, and
+configuration certainly uses some, and then a CPU core for each process. Fails with UsageError for the command line, and
 with HostFailed if SLURM is missing or rejects the job.
 """
 
@@ -40,7 +40,7 @@ VARIABLES = {
     "cpus": ("SBATCH_CPUS_PER_GPU", "SBATCH_CPUS_PER_TASK", "SBATCH_EXCLUSIVE"),
     "time": ("SBATCH_TIMELIMIT",),
 }
-"""Environment variables that do the same."""
+"""Environment variables of sbatch that request a resource, by resource."""
 SCRIPT = Path(__file__).with_name("train.sbatch")
 """The batch script for jobs that users describe themselves."""
 OF_THE_JOB = ("--job-name=", "--nodes=", "--output=")

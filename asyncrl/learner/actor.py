@@ -1,7 +1,7 @@
 """The learner's actor: one rank. Its messages are handled on the event loop, its training runs on a thread of its own.
 
-Only rank 0 is on the data paths: it takes groups, trains, publishes versions and reports every outcome (rank_0.py). The
-other ranks follow its collectives and keep only their connection to the controller.
+Only rank 0 exchanges data with other actors: it takes groups, directs the training, publishes versions and reports
+every outcome (rank_0.py). The other ranks follow its collectives and keep only their connection to the controller.
 
 At every start the learner continues from the newest whole checkpoint, or from the initial weights. It publishes the
 weights under a new number and reports the state of the run to the dataloader. When a rank dies, all ranks start again:

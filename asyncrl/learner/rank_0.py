@@ -1,10 +1,10 @@
 """Rank 0 of the learner: restores the run, makes the objects of the training loop, and runs them.
 
-The order of a run: warm steps, the first version, the state of the run for the dataloader, the steps. Then come the
-last evaluations, the last checkpoint and the exported model, and the report of the end.
+The order of a run: take the warm steps, publish the first version, send the state of the run to the dataloader, train
+the steps. Then come the last evaluations, the last checkpoint and the exported model, and the report of the end.
 
-Fails with CannotLearn when there is no signal, after the last checkpoint if the run writes any. An error that is not
-``restartable`` (core/errors.py) ends the run. After any other error all ranks start again.
+Fails with CannotLearn when too many groups cannot be trained, after the last checkpoint if the run writes any. An error
+that is not ``restartable`` (core/errors.py) ends the run. After any other error all ranks start again.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Rank0:
         self._make(numbers, start, files, restored, origin, conversations)
 
     async def _meet(self) -> None:
-        """Open the store, publish where it is, and set up the backend together with the other ranks."""
+        """Open the store at which the ranks meet, publish its host and port, and set up the backend with them."""
         actor, backend = self._actor, self._backend
         host, port = await self._on_thread(lambda: backend.open_store(actor.context.host))
         # The other ranks find the store by these facts, and backend.setup waits for the ranks.
@@ -117,6 +117,7 @@ class Rank0:
             actor.notify(f"start-up check {index}", text)
 
     def _read_numbers(self) -> VersionNumbers:
+        """Read the numbers given so far, from the mark and from other files of the run."""
         return VersionNumbers(self._run_dir, find_used(self._run_dir, checkpoint_dir(self._config, self._run_dir)))
 
     async def _load_conversations(self) -> Conversations | None:
@@ -140,10 +141,10 @@ class Rank0:
         origin: Origin,
         conversations: Conversations | None,
     ) -> None:
-        """Make the objects of the loop, with the restored state. Each gets those that were made before it.
+        """Make the objects of the loop, with the restored state.
 
-        ``start`` counts the learner's starts in this folder. Notifies the user if the conversations have changed. A
-        teacher on a server begins to score the restored groups.
+        ``start`` is the number of this start of the learner in the run folder. Notifies the user if the conversations
+        have changed. A teacher on a server begins to score the restored groups.
         """
         actor, config, services, backend = self._actor, self._config, self._services, self._backend
         thread, tasks, trace, writer = self._thread, actor.tasks, actor.trace, self._writer
@@ -264,7 +265,8 @@ class Rank0:
         state, log = restored.state, self._services.log
         buffered, filtered = restored.buffered, restored.filtered
         failed, lengths = state.quarantined, list(state.delivered_lengths)
-        # Not only after a resume: a crash before the first checkpoint of this configuration drops them again.
+        # At every start, not only at a resume: a crash before the first checkpoint of this configuration restores the
+        # same groups.
         if reason := state.origin.compare(self._config, origin).gives_back:
             log.info("does not restore the groups of the checkpoint", groups=len(buffered), reason=reason)
             self._services.counters.add("groups/given_back", len(buffered))
@@ -394,6 +396,7 @@ class Rank0:
         }
 
     def _line_written(self, line: dict[str, Any]) -> None:
+        """Send a line of metrics.jsonl to the controller; after the line of a step, also give the notices about it."""
         self._actor.peer(CONTROLLER).cast(MetricsLine(line=line))
         if line["kind"] == "train":
             self._deliveries.notify([*self._deliveries.learning.after_step(line), *self._grace_watch.after_step(line)])
@@ -401,7 +404,7 @@ class Rank0:
     def _lines_waiting(self, lost: int, error: OSError | None) -> None:
         """Notify the user of lost lines (``lost`` in all so far), or else of lines that wait because of ``error``.
 
-        Without both, all lines are written again.
+        Without both, all lines that waited are now written.
         """
         files = "metrics.jsonl, quarantine.jsonl, evaluations.jsonl or samples/"
         where = f": {in_words(error, self._run_dir)}" if error is not None else ""

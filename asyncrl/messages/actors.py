@@ -159,6 +159,7 @@ class WatchRun(Request, frozen=True, kw_only=True):
     senders = MEMBERS
     idle = True
     seen: int = -1
+    """RunState.number of the state that the caller has; -1 for none."""
     seen_line: int = -1
     """Last metrics line that the caller has seen. From 0 on, later lines and each ready actor end the wait too; -1 if
     the caller wants no lines."""

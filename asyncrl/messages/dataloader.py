@@ -1,7 +1,8 @@
 """Messages between the learner and the dataloader, and those for a dataloader's recovery.
 
-A rollouter requests leases by messages/groups.py. The gate is the dataloader's rule on when the next group may be
-leased (dataloader/gate.py).
+Rollouters do not get their prompts by these messages: they send RequestLeases and get NewLeases, both in
+messages/groups.py. SamplePrompts is a request of the learner. The gate is the dataloader's rule on when the next group
+may be leased (dataloader/gate.py).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Outcome(Struct, gc=False, frozen=True, array_like=True):
 
 
 class OutcomesSeen(Message, frozen=True, kw_only=True):
-    """``number`` is the highest one seen without a gap; the ``limit`` is valid from now on."""
+    """``number`` is the highest Outcomes.number that was seen without a gap; ``limit`` is valid from now on."""
 
     number: Count
     limit: float
@@ -79,7 +80,8 @@ class DataloaderStatus(Message, frozen=True, kw_only=True):
     outstanding: Count
     """Groups leased for training and not yet reported or returned."""
     rejected: list[Rejected] = []
-    """Prompts that are too long, rest or have too many deaths, until the learner reports their outcome."""
+    """Prompts that are too long, that the curriculum rests, or that have too many deaths. Each is listed until the
+    learner reports its outcome."""
     attempts: dict[Uid, Count] = {}
     """LedgerState.attempts, as the dataloader knows it."""
     grown: list[Growth] = []

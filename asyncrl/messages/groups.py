@@ -184,6 +184,7 @@ class Trajectory(Struct, gc=False, kw_only=True):
     resumes: Count = 0
     """Number of times that its generation was aborted and then continued."""
     attempts: Annotated[int, Meta(ge=1)] = 1
+    """Number of attempts at it: the failed ones, and this one."""
     turns: Count = 0
     """Number of the policy's answers, trained or not; 0 if the prompt has a single response."""
     forks: dict[str, Count] = {}

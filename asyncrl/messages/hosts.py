@@ -11,8 +11,8 @@ from asyncrl.messages.actors import Leaving
 
 PublicKey = Annotated[str, Meta(min_length=40, max_length=40)]
 HostStage = Literal["joining", "serving", "leaving", "lost", "left"]
-"""A joined host is ``serving`` once one of its rollouters has been ready; one of the start always is. A host is
-``lost`` if it was leaving and its connection was lost before it had left."""
+"""A joined host is ``serving`` once one of its rollouters has been ready; a host of the run's start always is. A
+host is ``lost`` if it was leaving and its connection was lost before it had left."""
 
 
 class MemberHost(Message, frozen=True, kw_only=True):

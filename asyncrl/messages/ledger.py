@@ -193,7 +193,7 @@ class Ledger:
         """LedgerState.grown."""
 
     def begin(self, first_epoch: int) -> None:
-        """Begin with other prompts at ``first_epoch``, which is of the first source; again without an effect."""
+        """Begin with other prompts at ``first_epoch``, which is of the first source. A repeat has no effect."""
         if first_epoch != self.first_epoch:
             self.first_epoch = first_epoch
             self._clear(self.number_of_sources)
@@ -302,6 +302,7 @@ class Ledger:
         return bisect_right(self._runs, epoch, key=lambda run: run.first) - 1
 
     def _of_epoch(self, epoch: int) -> IndexSet | None:
+        """The prompts of an epoch that have an outcome; None if none has."""
         at = self._run_index(epoch)
         return self._runs[at].concluded if at >= 0 and epoch < self._runs[at].end else None
 

@@ -45,6 +45,7 @@ class Wait(Struct, gc=False, frozen=True):
     whom: str
     """Name of what the actor waits for: another actor, a role (any actor of it), or something inside itself."""
     what: str
+    """Type of the repeated request, or another word for the purpose."""
     seconds: float
     """Seconds that the wait has lasted; of several waits for the same, the longest."""
     idle: bool = False
@@ -216,7 +217,9 @@ class RunView(Struct, gc=False, frozen=True, kw_only=True):
     """Seconds since the first controller of this attempt started, by a monotonic clock."""
     step: Count
     steps: Count
+    """Steps of the whole run (learner.steps)."""
     version: int
+    """Newest version of the weights that any actor knows; -1 before the first."""
     reason: str = ""
     exit_code: int = 0
     waiting_for: list[str] = []

@@ -57,7 +57,7 @@ class Scores(Message, frozen=True, kw_only=True):
     rewards: list[float]
     components: list[dict[str, float]]
     judgements: list[Annotated[str, Meta(max_length=LONGEST_JUDGEMENT)]] = []
-    """What a judge wrote about each completion, for readers of samples/; empty if no judge was asked."""
+    """Words of a judge about each completion, for readers of samples/; empty if no judge was asked."""
     run_s: float
     """Seconds spent in the reward function."""
 

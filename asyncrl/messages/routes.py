@@ -2,8 +2,8 @@
 
 Routes are uint8 or uint16 [tokens, layers, chosen]: for each token and layer the ids of its experts, ascending. A layer
 without experts holds zeros. The routes of a sequence of N tokens cover its first N - 1: the last token is never fed to
-the engine. A token keeps the route with which it was first computed, also if it is computed again after an abort, a
-load or the death of an engine.
+the engine. A token keeps the route with which it was first computed. This holds even if an engine computes the token
+again, after an abort, a load or the death of an engine.
 
 Invariant: a group that is trained has the routes of all its tokens, in the shape of the learner's model
 (``check_routes``).
@@ -52,6 +52,7 @@ def check_routes(group: Group, experts: Experts) -> str | None:
 
 
 def _check(sequence: Sequence, prompt: int, experts: Experts) -> str | None:
+    """Check the routes of one sequence, whose prompt has ``prompt`` tokens. Returns the problem; None without one."""
     routes, tokens = sequence.routes, prompt + len(sequence.tokens) - 1
     if routes is None:
         return "it has no routes, and learner.routes needs those of its engine"

@@ -43,7 +43,7 @@ def make_sets(sets: Sequence[Sequence[int]]) -> TokenSets:
 
 
 def join_sets(parts: Iterable[TokenSets | None]) -> TokenSets | None:
-    """Join the sets of consecutive tokens. None without parts; every part is None, or none is."""
+    """Join the sets of consecutive tokens; the parts must all have sets, or all be None. Returns None without sets."""
     known = [part for part in parts if part is not None]
     if len(known) < 2:
         return known[0] if known else None

@@ -90,6 +90,7 @@ def _import_declarations() -> None:
 
 @cache
 def _families() -> tuple[Metric, ...]:
+    """The declarations whose last part is ``*``."""
     return tuple(metric for metric in _metrics.values() if metric.name.endswith("/*"))
 
 

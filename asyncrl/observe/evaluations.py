@@ -108,6 +108,7 @@ class Evaluation(msgspec.Struct, frozen=True):
 
 
 def _words(found: ConfidenceInterval, sign: str = "") -> str:
+    """A value and its interval for the table; ``sign`` stands before a positive value."""
     value = fixed(found.value, 3)
     shown = f"{sign}{value}" if found.value > 0 else value
     return f"{shown:>7}  [{fixed(found.low, 3)}, {fixed(found.high, 3)}]"
@@ -156,7 +157,7 @@ def evaluate(rewards: Rewards, pass_at: float) -> SetResult:
 
 
 def compare(own: Rewards, other: Rewards, pass_at: float) -> Difference:
-    """Compare two results of one set, prompt by prompt."""
+    """Compare two results of one set, prompt by prompt: ``own`` less ``other``."""
     scored, others = ({key for key, each in rewards.items() if each} for rewards in (own, other))
     # Sorted, because the order decides which prompts a resample takes.
     common = sorted(scored & others)

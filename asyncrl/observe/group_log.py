@@ -36,7 +36,7 @@ FORKS = {
     "fork:cut": "an answer was cut by a limit, and the chat template cannot extend that",
     "fork:no-extension": "the chat template cannot extend that answer; asyncrl-doctor --chat says why",
 }
-"""Text on a call that forks the conversation, by its cause (rollouter/episode/conversation.py)."""
+"""Reason that a call of the policy ("it") forks the conversation, by cause (rollouter/episode/conversation.py)."""
 
 _encode = msgspec.json.Encoder().encode
 

@@ -72,6 +72,7 @@ class ProcessTimes:
         return (used / elapsed if elapsed > 0 else 0.0), rss
 
     def _search(self, now: float) -> Iterable[int]:
+        """Find the pids to read, and set the time of the next search."""
         self._next_search = now + LOOK_S
         return family(os.getpid()) if self._family else (os.getpid(),)
 

@@ -21,6 +21,7 @@ LARGEST_WHOLE = 1 << 53
 HIGH_TRUNCATION = 0.5
 """Share of truncated responses above which the user is warned (learner/groups/notices.py)."""
 LARGEST = 10**300
+"""Largest magnitude of a whole number; a float still holds it."""
 
 
 def room_for(line: Line, room: int) -> int:
@@ -51,6 +52,7 @@ def is_sound(line: Line) -> bool:
 
 
 def _is_value(key: str, value: object) -> bool:
+    # True and False are ints too.
     if isinstance(value, int):
         return abs(value) <= LARGEST
     if isinstance(value, str):

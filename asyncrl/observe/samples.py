@@ -24,7 +24,7 @@ TRAINED: SampleKind = "trained"
 FOLDER = "samples"
 MOST_LINE_BYTES = 64 << 20
 _NAME = re.compile(r"(?:(step|filtered)|eval_([A-Za-z0-9_-]+))_(\d{6,})\.jsonl")
-"""Name of a file. Its groups: "step" or "filtered", else the name of the evaluation; then the step."""
+"""Name of a file. Its captures: "step" or "filtered", else the name of the evaluation; then the step."""
 
 
 class SampleTrajectory(msgspec.Struct, frozen=True):
@@ -38,7 +38,7 @@ class SampleTrajectory(msgspec.Struct, frozen=True):
     reward: float | None = None
     components: dict[str, float | None] = {}
     judgement: str = ""
-    """What a judge wrote about it."""
+    """Words of a judge about the response."""
     length: int | None = None
     """Number of sampled tokens."""
     turns: int = 0
@@ -69,13 +69,13 @@ class SampleSequence(msgspec.Struct, frozen=True):
 
     tokens: list[int] = []
     logprobs: list[float | None] = []
-    """Of the sampled tokens, in order; null for a number that JSON lacks."""
+    """Log-probs (nats) of the sampled tokens by the engine, in order; null for a number that JSON lacks."""
     trainer_logprobs: list[float | None] = []
     """Log-probs by the learner before the update that trained them, as ``logprobs``; empty where none are recorded."""
     entropies: list[float | None] = []
     """Entropies by the learner, nats, as ``trainer_logprobs``."""
     spans: list[tuple[int, int, int, str]] = []
-    """(version, start, end, role)."""
+    """(version, start, end, role) of tokens [start, end); the version is -1 unless the role is sampled."""
 
 
 class TokenTrajectory(SampleTrajectory, frozen=True):

@@ -78,6 +78,7 @@ class Track:
                 self._close(now, {})
 
     def _close(self, now: float, facts: dict[str, Fact]) -> None:
+        """End the open span, if there is one, and keep it. The caller holds the lock."""
         if self._open is not None:
             name, began, known = self._open
             self._open, self._ended = None, now

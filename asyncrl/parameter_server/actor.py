@@ -88,8 +88,8 @@ class ParameterServer(Actor):
     async def publish(self, request: Publish, caller: Caller) -> Done:
         """Hold a new version and assign it to replicas; a repeat changes nothing.
 
-        Raises VersionReused, and WeightsCorrupt if a segment cannot be opened. As a task, like ``announce_broadcast``,
-        it cannot overtake the announcement that came before it.
+        Raises VersionReused, and WeightsCorrupt if a segment cannot be opened. It is a coroutine, as
+        ``announce_broadcast`` is: both run as tasks, so it cannot overtake the announcement that came before it.
         """
         manifest = request.manifest
         if not self._conductor.is_new(manifest.version):
@@ -171,6 +171,7 @@ class ParameterServer(Actor):
                 # The conductor warns once of a broken broadcast, so its members' failures are no warnings.
                 log = self.log.info if transport in ("gloo", "nccl") else self.log.warning
                 log("update failed", error=request.error, **facts)
+        # Only the newest version is verified, unless it is condemned or is being verified already.
         if request.corrupt and version == self._conductor.newest > max(self._conductor.condemned, self._suspect):
             self._suspect = version
             self.tasks.create_task(self._verify(version), name="verify")

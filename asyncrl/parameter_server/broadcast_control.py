@@ -52,7 +52,7 @@ class BroadcastControl:
         self._weights = weights
         self._replicas = replicas
         self._epoch = first_epoch - 1
-        """Number of the newest epoch."""
+        """The newest epoch; one below the first epoch if none has begun."""
         self._epoch_members: object = None
         """Learner, address and engines of the epoch; None after its group broke."""
         self.parts: dict[str, BroadcastPart] = {}
@@ -77,7 +77,7 @@ class BroadcastControl:
         It is declined if the version is not above ``newest``, the newest one published, or is left out. It is also
         declined if another broadcast is under way, or if no replica can take part. Each version that is left out brings
         the next attempt nearer. A repeated announcement of the present broadcast changes nothing, and that of a
-        declined version is decided anew.
+        declined version is decided again.
         """
         current, version = self._current, announcement.manifest.version
         if current is not None and current.version == version:

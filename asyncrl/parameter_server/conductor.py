@@ -86,7 +86,7 @@ class Conductor:
         self._manifest: Manifest
         """The newest version that is published."""
         self.newest = -1
-        """Its number; -1 without one."""
+        """Number of the newest published version; -1 without one."""
         self.condemned = -1
         """The newest version whose bytes here have changed; -1 for none."""
 

@@ -290,6 +290,7 @@ class Replicas:
         return self._on_host[replica.host].values()
 
     def _wake_beside(self, replica: Replica) -> None:
+        """Wake all replicas on the same host."""
         for other in self.beside(replica):
             self.wake(other.name)
 

@@ -1,9 +1,9 @@
-"""The actor of a reward pool: passes Score calls to the pool of processes or to the judge.
+"""The actor of a reward pool: passes Score calls to the pool of worker processes or to that of a judge.
 
 Invariant: each Score is answered with its rewards, with RewardFailed or with RewardBroken. A caller that cancels, or
 whose deadline has passed, frees its place in the pool. The user sees each kind of failure once, with its place, and
-then a count. The actor fails if its function cannot be called or no worker can be started. If the function fails in
-every call, the run ends.
+then a count. The actor fails if its function cannot be called or no worker can be started. If the function counts as
+broken (faults.py), the pool and the run end with RewardBroken.
 """
 
 from __future__ import annotations

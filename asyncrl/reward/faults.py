@@ -20,6 +20,7 @@ from asyncrl.config import Config
 from asyncrl.workers.user_code import FaultKinds
 
 TIMED_OUT = "timed out"
+"""Kind of the fault of a call that ran longer than reward.timeout_s."""
 MIN_PROMPTS, MOST_PROMPTS = 3, 32
 """Bounds of the number of prompts that must fail before the function counts as broken."""
 CHANCE = 1e-6
@@ -116,9 +117,9 @@ class FailureRate:
         self._failed_calls = 0
         """Number of calls that have failed since the last success."""
         self._failing: dict[str, _Prompt] = {}
-        """Prompts without a reward, by uid, that arrived after the newest scored one."""
+        """Prompts that failed and were never scored, by uid, and that arrived after the newest scored prompt."""
         self._early_failures = 0
-        """Number of prompts that failed and arrived before the newest scored one, even if they were scored later."""
+        """Number of prompts that failed and arrived before the newest scored prompt, even if they were scored later."""
 
     def came(self, uid: str) -> None:
         """Record the arrival of a call for the prompt ``uid``."""

@@ -214,12 +214,14 @@ def _finder(option: str, pattern: str, match: str) -> Callable[[str], str | None
 
 
 def _normalizer(kind: str) -> Callable[[str], str]:
+    """Return the function of this ``normalize``; two texts are the same answer if its results are equal."""
     if kind not in _NORMALIZERS:
         raise ValueError(f"normalize must be one of {', '.join(_NORMALIZERS)}, got {kind!r}")
     return _NORMALIZERS[kind]
 
 
 def _text(text: str) -> str:
+    """Fold the case of ``text``, and make each run of white space one space."""
     return " ".join(text.casefold().split())
 
 
@@ -234,8 +236,9 @@ def _number(text: str) -> str:
     return _text(text)
 
 
+# The commas in front of groups of three digits.
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
-# Without traps, invalid and too large numbers are not finite.
+# Without traps, text that is no number becomes NaN, and a number that is too large becomes infinite.
 _DECIMAL = Context(prec=1000, traps=[])
 _NORMALIZERS: dict[str, Callable[[str], str]] = {
     "none": lambda text: text,

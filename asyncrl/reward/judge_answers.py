@@ -1,12 +1,12 @@
-"""Reads the answers of judges, and keeps them in the run's folder, so that a resumed run asks nothing twice.
+"""Reads the answers of judges, and keeps them in the run's folder, so that a resumed run does not ask for them again.
 
 Reading finds the JSON in a text and matches its entries with the names in the question. Invariant: an answer is
 accepted only if it has one entry for each name and no other entry. Otherwise BadAnswer lists the problems, in words
 that help the judge to correct them.
 
-A kept answer is a file, written under another name and renamed. Invariant: an answer is found only for the same
-question, and an unreadable or unwritable cache costs a question, never a run. Beyond ``most`` entries the oldest tenth
-is deleted.
+AnswerCache keeps each answer in a file, which is written under another name and renamed. Invariant: an answer is found
+only for the same question, and an unreadable or unwritable cache costs a question, never a run. When the cache is full,
+the oldest tenth of its files is deleted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ LONGEST_ANSWER = 200_000
 MOST_STARTS = 200
 """Largest number of places in an answer at which JSON is tried."""
 MOST_PROBLEMS = 12
+"""Most problems of an answer that are listed."""
 MOST_ENTRIES = 100_000
+"""Most files in a cache."""
 REASONING_END = "</think>"
 _OBJECT_START = re.compile(r'\{\s*"')
 
@@ -79,7 +81,7 @@ class JudgeUsage(msgspec.Struct):
 
 
 class JudgeCompletion(msgspec.Struct):
-    """A chat completion, as far as it is used."""
+    """The fields of a chat completion that are used here."""
 
     choices: Annotated[list[JudgeChoice], Meta(min_length=1)]
     usage: JudgeUsage | None = None
@@ -127,8 +129,8 @@ def read_entry_per_name(
 ) -> dict[str, T]:
     """Parse each entry with ``read``. Returns the results by the entries' ``key``, one for each name in ``wanted``.
 
-    A missing, unknown or repeated name is a problem, and so is a ValueError of ``read``, which gets known names only.
-    Raises BadAnswer with all problems.
+    A missing, unknown or repeated name is a problem, and so is a ValueError of ``read``. Raises BadAnswer with all
+    problems.
     """
     names = list(wanted)
     found: dict[str, T] = {}
@@ -191,6 +193,7 @@ def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
+    """Format a value of the judge's JSON for a problem, cut to 80 characters."""
     return json.dumps(value, default=str)[:80]
 
 
@@ -200,7 +203,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 class AnswerCache:
-    """Answers in a folder of their own. Blocks; call it in a thread."""
+    """Answers in a folder, about ``most`` at the most. The methods block, so call them in a thread."""
 
     def __init__(self, folder: Path, *, most: int = MOST_ENTRIES) -> None:
         self._folder, self._most = folder, most

@@ -32,6 +32,7 @@ CHARS_PER_TOKEN = 3.5
 ANSWER_TOKENS = 500
 """Estimated number of tokens of an answer, for the limits, until the server has reported it."""
 CONNECT_S = 30.0
+"""Longest time to connect to the server (s)."""
 MOST_BYTES = 4 << 20
 """Largest body of an answer (bytes). The body of a failed request is cut at this size."""
 PASSING = (408, 409, 425, 429)
@@ -42,7 +43,7 @@ WITHOUT_SCHEMA, SCHEMA_WORDS = (400, 404, 415, 422, 501), ("response_format", "j
 
 @dataclass(frozen=True, slots=True)
 class JudgeReply:
-    """The judge's answer, and the seconds that are left of the time that it was given."""
+    """The judge's answer."""
 
     text: str
     completion_tokens: int
@@ -50,6 +51,7 @@ class JudgeReply:
     cut: bool
     """Whether the answer was cut because it reached the most tokens that it may have."""
     left_s: float
+    """Seconds that are left of the ``timeout_s`` of ``ask``."""
 
 
 class MinuteLimit:
@@ -65,7 +67,7 @@ class MinuteLimit:
         if self._bucket is None:
             return
         if self._bucket.has_capacity(self._bucket.max_rate):
-            # An empty bucket has nothing to give back.
+            # The bucket is empty. A ``due`` below 0 is a credit for waits that were too long; it ends here.
             self.due = max(self.due, 0.0)
         amount = min(max(self.due + units, 0.0), self._bucket.max_rate)
         await self._bucket.acquire(amount)
@@ -178,7 +180,7 @@ class JudgeClient:
             self._places.release()
 
     def _note_request(self, request: Any) -> None:
-        """Count a request of the package. A repeat has no turn."""
+        """Count a request of the package. A repeat has not waited under the limits, so later requests wait for it."""
         self._counters.requests += 1
         if request.headers.get("x-stainless-retry-count", "0") != "0":
             self._counters.retries += 1

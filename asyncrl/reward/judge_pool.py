@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from asyncrl.reward.judge_client import JudgeClient, JudgeReply
 
 CACHE_FOLDER = "judge_cache"
+# The message that sends an unusable answer back.
 REPAIR = """Your answer cannot be used:
 {problems}
 
@@ -92,7 +93,7 @@ def for_trial(config: RewardConfig) -> RewardConfig:
 
 
 class _AddedFunction(RewardObserver):
-    """Passes on the output of the added function alone. The end of its tasks is reported with the judge's calls."""
+    """Passes on what the added function prints, and nothing else: the judge's calls report its outcomes."""
 
     def __init__(self, observer: RewardObserver) -> None:
         self._observer = observer
@@ -150,6 +151,7 @@ class JudgePool:
             raise ConfigError([f"reward.function: {missing}"]) from error
         if options.also:
             added = {"function": options.also, "options": options.also_options, "per": "trajectory"}
+            # "score", because ``_score`` adds the overlong penalty once, to the sum of both rewards.
             self._also = RewardPool(
                 config.model_copy(update={**added, "truncated": "score"}),
                 max_tokens=self._max_tokens,
@@ -277,7 +279,7 @@ class JudgePool:
     async def _ask_votes(self, request: Score) -> tuple[list[Outcome], list[str]]:
         """Ask all votes at the same time, and compute the outcomes and the judge's words from the valid ones.
 
-        Raises _Unjudged unless more than half of them are valid.
+        Raises _Unjudged unless more than half of them are valid, and for a row that cannot be judged.
         """
         try:
             questions = await asyncio.to_thread(self._judge.questions, request)
@@ -319,7 +321,7 @@ class JudgePool:
         Raises VoteFailed, BadAnswer, TimeoutError.
         """
         options, cache = self._judge.options, self._cache
-        # The first vote has no number in its key, so its answer stays valid if ``votes`` is raised from 1.
+        # Votes may have the same words, so the number of each vote after the first is in its key.
         number = (question.vote,) if question.vote else ()
         key = key_of(options.url, options.model, options.extra, question.messages, question.schema, *number)
         kept = await asyncio.to_thread(cache.find, key) if cache is not None else None
@@ -394,7 +396,7 @@ class JudgePool:
 
 
 class _Unjudged(Exception):
-    """Too few votes are valid."""
+    """A call has no judgement, because too few votes are valid or its row cannot be judged."""
 
     def __init__(self, kind: str, text: str, *, retryable: bool, timed_out: bool = False) -> None:
         self.kind, self.retryable, self.timed_out = f"unjudged ({kind})", retryable, timed_out

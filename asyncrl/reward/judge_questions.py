@@ -3,7 +3,7 @@
 A question has the messages of a chat, the JSON schema of its answer and a function that reads the answer (BadAnswer). A
 Judge makes the questions of a request, one for each vote, and computes rewards from the answers. RelativeJudge matches
 scores to trajectories by random ids; each vote has its own ids and order. Rubric matches verdicts to criteria by name.
-Invariant: the ids and orders depend on uid and vote alone, so a resumed run asks the same questions.
+Invariant: the ids and orders depend on uid, vote and the texts alone, so a resumed run asks the same questions.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Question:
 
 
 class JudgeVerdict(NamedTuple):
-    """A judge's score of a trajectory or a criterion, and its words."""
+    """A judge's score of a trajectory, or its value of a criterion (``worth``), and its explanation (``words``)."""
 
     worth: float
     words: str

@@ -120,6 +120,7 @@ def _json(value: Any) -> str:
 
 
 def _pieces(completion: Completion) -> list[str]:
+    """Format the messages of a completion; without messages, return its text alone."""
     if completion.messages:
         return [message_text(message) for message in completion.messages]
     return [completion.text]

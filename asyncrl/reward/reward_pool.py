@@ -37,6 +37,7 @@ from asyncrl.workers.worker_pool import Place, PoolObserver, WorkerCounts, Worke
 AHEAD_S = 0.002
 """Seconds of work that a worker is sent ahead, estimated from its ``pace``. A slower worker is sent no task ahead."""
 AHEAD_TASKS = 64
+"""Most tasks that a worker has at a time, with the one that it runs."""
 AHEAD_BYTES = 1 << 17
 """Most bytes of tasks that a worker is sent ahead: about what its socket holds."""
 LATE_S = 0.05
@@ -48,9 +49,11 @@ CANCEL_GRACE_S = 1.0
 
 
 class Pending(asyncio.Future[Scores]):
-    """The future of a task's rewards. Cancelling it frees the place of the task in the pool.
+    """The future of a task's rewards. Cancelling it takes the task out of the queue, or gives its worker
+    CANCEL_GRACE_S to end the task.
 
-    ``place`` is that of the worker which has the task; None while it waits. ``size`` is its size as sent there (bytes).
+    ``place`` is that of the worker which has the task; None while the task is in the queue. ``size`` is the size of the
+    encoded task (bytes); 0 before it is sent.
     """
 
     __slots__ = ("place", "pool", "request", "size")
@@ -134,8 +137,8 @@ UNOBSERVED = RewardObserver()
 class RewardPool(WorkerPool[RewardPlace]):
     """Runs ``config.function`` in ``config.workers`` processes.
 
-    ``max_tokens`` is the longest response, at which the overlong penalty is full. ``sources`` have functions of their
-    own.
+    ``max_tokens`` is the longest response, at which the overlong penalty is full. ``sources`` may have reward functions
+    of their own, which the same workers run.
     """
 
     owner = "the reward pool"
@@ -273,6 +276,7 @@ class RewardPool(WorkerPool[RewardPlace]):
             self._replace(place, result.error)
         elif len(place.given) <= place.low and place.given_bytes <= AHEAD_BYTES // 2:
             self._feed(place)
+        # Done already: the call was cancelled, or another worker runs the task (``_take_back``).
         if pending.done():
             return
         if result.error:
@@ -399,6 +403,7 @@ class RewardPool(WorkerPool[RewardPlace]):
         self._observer.call_ended(pending.request.uid, replace(fault, function=own))
 
     def _function_of(self, request: Score) -> str:
+        """Return the function of the task's source, or else reward.function."""
         return self._own.get(request.source, self._config.function)
 
     def _replace(self, place: RewardPlace, reason: str) -> None:

@@ -1,10 +1,14 @@
 """A worker process of the reward pool: ``python -m asyncrl.reward.reward_worker FD [RUN_DIR]``.
 
-Runs the reward function on one task at a time, in its main thread (some functions use signals). The pool sends
-RewardSetup and the worker Ready (workers/user_code.py). Then the worker answers each Score with one Result, in order;
-frames (workers/frames.py) hold MessagePack. Invariant: exceptions become the error of a Result, and output goes to the
-pool's log. If the function ends, blocks or fills the process, the pool starts another. A worker without memory reports
-it and asks to be replaced. It ends with the socket FD or its parent.
+The worker runs the reward function on one task at a time, in its main thread (some functions use signals). The pool
+sends RewardSetup and the worker Ready (workers/user_code.py). Then the worker answers each Score with one Result, in
+order; frames (workers/frames.py) hold MessagePack. With RUN_DIR, the folder of the run, the worker isolates itself
+(workers/isolation.py).
+
+Invariant: exceptions become the error of a Result, and output goes to the pool's log. If the function ends the process,
+blocks it or takes too much memory, the pool starts another worker. A worker that runs out of memory reports the error
+in a last Result (``Result.last``), or ends at once if it cannot. A worker also ends when the pool closes the socket FD,
+or when its parent process dies.
 """
 
 from __future__ import annotations
@@ -40,15 +44,18 @@ from asyncrl.workers.worker import NO_MEMORY_EXIT, NO_SOCKET_EXIT, begin, end
 MAX_RESULT_BYTES = 1 << 20
 MAX_TASK_BYTES = 1 << 30
 KEYS = Keys("reward.function", "reward.options")
+"""Keys of the configuration that errors about reward.function name."""
 
 
 class RewardSetup(msgspec.Struct, frozen=True, array_like=True):
-    """The functions that the worker runs, as in the configuration, and the memory that it may take beyond its own."""
+    """The functions that the worker runs, as in the configuration, and its limit of memory."""
 
     function: str
     per: str
+    """Unit of one call of a function: "trajectory" or "group"."""
     options: dict[str, Any]
     max_memory_bytes: int
+    """Private memory that the process may take beyond what it has when its functions are loaded."""
     sources: dict[str, tuple[str, dict[str, Any]]] = {}
     """Function and options of the sources of a mixture that have rewards of their own, by name."""
 
@@ -61,7 +68,8 @@ class RewardSetup(msgspec.Struct, frozen=True, array_like=True):
 class Result(msgspec.Struct, frozen=True, array_like=True):
     """The result of one task: finite rewards in the order of the completions, or else an ``error``.
 
-    ``last`` asks the pool to end this worker: it has run out of memory, and the next task would fail for it.
+    ``last`` asks the pool to replace this worker: the task has failed and the worker is short of memory. The next task
+    could fail for the same reason.
     """
 
     rewards: list[float]
@@ -115,7 +123,7 @@ GROUP = {
     ),
 }
 ARGUMENTS = {"trajectory": TRAJECTORY, "group": GROUP}
-"""By reward.per. docs/first-run.md lists them."""
+"""The arguments by reward.per and by name. docs/first-run.md lists them."""
 
 Scorer = Callable[[Score], list[Outcome]]
 
@@ -123,7 +131,7 @@ Scorer = Callable[[Score], list[Outcome]]
 def resolve(setup: RewardSetup, runner: asyncio.Runner, keys: Keys = KEYS) -> Scorer:
     """Load the reward function and return a scorer of tasks. The scorer awaits coroutines in ``runner``.
 
-    ``keys`` are those of function and options in errors. Functions of sources are left out.
+    ``keys`` are the configuration keys that errors name. The functions in ``setup.sources`` are not loaded.
 
     The function receives by keyword what its signature accepts, of ARGUMENTS and ``reward.options``. It returns a
     number or a mapping of components (messages/reward.py), or for a group a list of them, and may be async. Raises
@@ -211,7 +219,7 @@ def main() -> None:
             except MemoryError:
                 end(NO_MEMORY_EXIT)
             except ConnectionError:
-                # An OSError too: the pool has hung up.
+                # The pool has hung up. Without this clause the next one would catch it: it is an OSError too.
                 raise
             except OSError:
                 # The function has closed the socket; another file may have its number.
@@ -219,7 +227,7 @@ def main() -> None:
 
 
 def _place_of(function: str) -> str:
-    """Where the function is defined, for the end of an error; empty if unknown."""
+    """Format FILE:LINE of the function's definition for the end of an error; empty if unknown."""
     definition = find_place(function)
     return f" ({definition})" if definition else ""
 
@@ -232,7 +240,7 @@ def _serve(
 ) -> None:
     """Answer each task with a Result, until the pool hangs up or the memory is used up.
 
-    ``scorers`` are by source, each with where it is defined; the one of "" is for all other tasks.
+    ``scorers`` has (scorer, place of its function) by name of a source; that of "" is for all other tasks.
     """
     decoder, encoder = msgspec.msgpack.Decoder(Score), msgspec.msgpack.Encoder()
     for frame in bodies:
@@ -249,7 +257,7 @@ def _serve(
             connection.sendall(framed(encoder.encode(last)))
             return
         rewards, components = [reward for reward, _ in outcomes], [parts for _, parts in outcomes]
-        # Other allocators than Python's report a lack of memory in their own ways.
+        # Libraries with allocators of their own report a lack of memory by other errors than MemoryError.
         is_last = bool(error) and memory.spent()
         run_s = time.perf_counter() - started
         body = encoder.encode(Result(rewards, components, run_s, error, last=is_last, kind=kind))
@@ -261,7 +269,7 @@ def _serve(
 def _score(scorer: Scorer, task: Score, place: str) -> tuple[list[tuple[float, dict[str, float]]], str, str]:
     """Run the function on one task; returns the outcomes, or an error and its kind.
 
-    ``place`` is where the function is defined, for errors about a value that it returned.
+    ``place`` is that of the function (``_place_of``), for errors about a value that it returned.
     """
     try:
         return scorer(task), "", ""

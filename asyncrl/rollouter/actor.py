@@ -90,7 +90,7 @@ class Rollouter(Actor):
         self._updates: list[UpdateTimes] = []
         """Times of weight updates that the learner has not received yet."""
         self._stall_s: float | None = None
-        """Generation time lost to the newest update (s)."""
+        """Generation time lost to the newest update (s); None before the first."""
         self._sampling: list[tuple[float, float]] = []
         """Intervals (wall clock) of sampling that the learner has not received yet."""
 
@@ -101,7 +101,7 @@ class Rollouter(Actor):
 
         In time slices the update follower starts the engine, once the learner gives it the GPU.
         """
-        # Connected first, because the HELLO shows them at once that an earlier incarnation of this rollouter is dead.
+        # Connected first: the HELLO shows both actors at once that this rollouter's earlier incarnation is dead.
         self.peer(PARAMETER_SERVER).connect()
         self.peer(DATALOADER).connect()
         self._policy.tokenizer = await asyncio.to_thread(tokenizer_of, self.config)
@@ -190,7 +190,8 @@ class Rollouter(Actor):
         """Request no more leases, report that to the dataloader, and end after the last delivery or ``within_s``."""
         self._leaves = True
         self._leases.close()
-        # The dataloader may have answered the cancelled request, so ``holding`` names the leases that have arrived.
+        # ``close`` has cancelled the pending request, but the dataloader may have answered it. So ``holding`` names the
+        # leases that have arrived.
         leaving = self._leases.give_back([], holding=list(self._leases.held), leaving=True)
         self.tasks.create_task(leaving, name="say leaving")
         self.tasks.create_task(self._finish(within_s), name="finish")
@@ -275,12 +276,14 @@ class Rollouter(Actor):
         return chunk
 
     def _committed(self, version: int) -> None:
+        """Note that the engine serves ``version``, under which the dataloader may grant more leases."""
         self.param_version = version
         self._leases.ask_again()
         self._leases.news.set()
         self.progress()
 
     def _updated(self, times: UpdateTimes) -> None:
+        """Keep the times of an update for the next statistics, and have these sent at once."""
         self._updates.append(times)
         self._stall_s = times.stall_s
         self._leases.news.set()

@@ -21,7 +21,7 @@ from asyncrl.core.errors import TooManyFailures
 T = TypeVar("T")
 
 MIN_SURVIVORS = 2
-"""Trajectories that a group's baseline needs."""
+"""Fewest trajectories of a group, because its baseline needs so many."""
 
 
 @dataclass(slots=True)

@@ -2,8 +2,8 @@
 
 Only the failed trajectory of a group is tried again, with backoff, up to ``rollout.max_attempts``. After its last
 attempt the group is delivered as failed with the reason, or without the trajectory if ``rollout.on_failed_trajectory``
-is "drop". The death of an engine does not count as an attempt and is not seen here, unless engines have died of this
-very prompt too often (messages/groups.py). An error is never a reward. With ``reward.per = "trajectory"`` each
+is "drop". The death of an engine does not count as an attempt. It is not seen here, unless engines have died of this
+very prompt too often (core/death_counts.py). An error is never a reward. With ``reward.per = "trajectory"`` each
 trajectory is scored as soon as it is finished, else the whole group at once.
 
 Invariants: a trajectory fails only by its episode, the reward function, or its prompt, if engines have died of that too
@@ -151,6 +151,7 @@ class GroupRunner:
     async def _deliver(self, lease: Lease) -> None:
         """Generate and score a group, deliver it to the learner, and log its events."""
         events = self._events[lease.uid] = GroupEvents(lease, self._clock.now, self._clock.wall)
+        # Logged if the group is cancelled, or if an error that is no trajectory's fault ends the task.
         end = "given up"
         try:
             group = await self._leases.deliver(await self.run(lease, events))
@@ -217,6 +218,7 @@ class GroupRunner:
         return trajectory
 
     async def _play(self, lease: Lease, events: SampleEvents) -> Trajectory:
+        """Make one attempt at a sample; count and measure its trajectory."""
         trajectory = await self._player.play(lease, events)
         self._counters.add("rollout/trajectories")
         self._histograms.observe("rollout/response_tokens", sampled_tokens(trajectory))
@@ -252,6 +254,7 @@ class GroupRunner:
                 components = components | {EPISODE: trajectory.reward}
             trajectory.reward, trajectory.components = reward, components
             trajectory.score_s = self._clock.now() - began
+        # ``judgements`` is empty without a judge.
         for trajectory, judgement in zip(trajectories, scores.judgements, strict=False):
             trajectory.judgement = judgement
         for events, reward in zip(samples, scores.rewards, strict=True):
@@ -283,7 +286,6 @@ class GroupRunner:
                 return await attempt()
             except (RemoteError, ValueError, EpisodeFailed) as error:
                 if isinstance(error, RemoteError) and error.code not in OF_THE_TRAJECTORY:
-                    # The other actor's own trouble is not an attempt of this trajectory.
                     raise
                 for events in samples:
                     events.failed(f"{what}: {error}")

@@ -4,10 +4,10 @@ Invariants: a lease is held until the living learner has acknowledged the group,
 Replies of a replaced learner or dataloader do not count. After an acknowledgement by a replaced learner the group is
 delivered again; the learner trains each uid once. After a restart the dataloader asks for the leases held here.
 
-Leases are requested whenever there is room for a whole group. Each new version repeats the request, because the gate
-depends on the served version. A delivery has no deadline of its own. The controller replaces a dead learner, and ends
-one of two actors that do not reach each other for ``supervision.unreachable_s``. Fails with WireError if the learner
-refuses a group for good.
+Leases are requested whenever there is room for a trajectory. Each new version repeats the request, because the gate of
+the dataloader (dataloader/gate.py) depends on the served version. A delivery has no deadline of its own. The controller
+replaces a dead learner, and ends one of two actors that do not reach each other for ``supervision.unreachable_s``.
+Fails with WireError if the learner refuses a group for good.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class HeldLeases:
         self.news = asyncio.Event()
         """Set when statistics should be sent to the learner at once, as after the receipt of a lease."""
         self._room = asyncio.Event()
-        """Set when there may be room for another group."""
+        """Set when there may be room for another trajectory."""
         self._ask_again = asyncio.Event()
         """Set to replace the pending request for leases by a new one."""
         self._draws = random.Random(f"deliveries to {LEARNER}")
@@ -71,7 +71,7 @@ class HeldLeases:
     # --- requests ---
 
     async def received(self) -> AsyncGenerator[Lease, None]:
-        """Request leases whenever there is room for a group, and yield each new one; ends after ``close``.
+        """Request leases whenever there is room for a trajectory, and yield each new one; ends after ``close``.
 
         First waits until the learner is connected: a rollouter that is cut off must take no leases. The wait is
         reported to the controller, which ends it within ``supervision.unreachable_s``.
@@ -111,8 +111,8 @@ class HeldLeases:
     async def _request(self, free: int) -> NewLeases | None:
         """Send one request for ``free`` groups. Returns None if the caller is to send another.
 
-        That is so after a failure and a pause, or if a replaced dataloader has answered. The request is cancelled when
-        ``ask_again`` is called or a delivery ends, since the served version or the held leases have changed.
+        That is so after a failure and a pause, and if a replaced dataloader has answered. It is also so if
+        ``ask_again`` or the end of a delivery cancels the request: the version, room or held leases have changed.
         """
         self._ask_again.clear()
         self._requests += 1
@@ -142,6 +142,7 @@ class HeldLeases:
                 call.cancel()
 
     def _take(self, lease: Lease) -> None:
+        """Hold a new lease."""
         self.held[lease.uid] = lease
         self.taken_at[lease.uid] = self._clock.now()
         self.ungenerated[lease.uid] = lease.samples
@@ -236,6 +237,7 @@ class HeldLeases:
             self._end(uid)
 
     def _end(self, uid: str) -> None:
+        """Hold a lease no longer, and forget the engine deaths that count against it."""
         del self.held[uid], self.ungenerated[uid], self.taken_at[uid]
         self._manager.turns.forget(uid)
 

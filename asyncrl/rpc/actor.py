@@ -56,6 +56,7 @@ class ActorContext:
     controller: str | None
     """Address of the controller; None for the controller itself."""
     attempt: int = 0
+    """Number of its key pair: its restarts so far, at most supervision.max_restarts; 0 for the controller."""
     is_optional: bool = False
     """Whether the run continues without any actor of its role: no failure of it ends the run."""
     clock: Clock = field(default_factory=Clock)
@@ -108,7 +109,7 @@ class Actor(EndpointOwner):
         """Facts that the controller's registry gets with the address, by name; set in setup."""
         self.ready = False
         self.dead: dict[str, int] = {}
-        """Newest incarnation of each other actor that is known to be dead."""
+        """By name of another actor: this incarnation of it and all older ones are known to be dead."""
         self.tasks: asyncio.TaskGroup
         self.run_state = RunState(number=-1, phase="starting")
         """State of the run, as last received from the controller."""
@@ -254,7 +255,7 @@ class Actor(EndpointOwner):
     def pulse(self) -> tuple[object, ...]:
         """Values that change whenever this actor does something; called from any thread.
 
-        While they stay the same, heartbeats are left out. A class that overrides this adds to it.
+        While they stay the same, some heartbeats are left out (heartbeat.py). A class that overrides this adds to it.
         """
         states = self.states
         return self._progress, self.ready, states.state, states.awaiting, self.events.number, self.run_state.number
@@ -288,9 +289,9 @@ class Actor(EndpointOwner):
         return self._vitals.take() if self._vitals is not None else Vitals()
 
     def waits(self) -> list[Wait]:
-        """The open waits, then a wait for each call in flight that no open wait covers; called from any thread.
+        """The open waits, then the calls in flight that no open wait covers; called from any thread.
 
-        A class that overrides it adds to it.
+        The calls of one type to one peer are one wait (``Peer.oldest_calls``). A class that overrides this adds to it.
         """
         waits = self.awaits.records()
         covered = {(wait.whom, wait.what) for wait in waits}
@@ -324,7 +325,7 @@ class Actor(EndpointOwner):
                     self.address = self._bind(self._server)
                     await self._live()
                 finally:
-                    # Before the group cancels its tasks: it takes no new one for a later call.
+                    # Before the group cancels its tasks, because a cancelled group takes no task for a later call.
                     self._endpoint.ending = True
                 raise _Ended
         except* _Ended:
@@ -358,7 +359,7 @@ class Actor(EndpointOwner):
         supervised = self.context.controller is not None
         if supervised:
             await self._controller_session.register(address="")
-            # Before others can find it: an actor that has joined would be rejected and not try again.
+            # Before other actors can find this one: it would reject an actor that has joined, which never tries again.
             await self._controller_session.learn_members(self.config.supervision.start_timeout_s)
             # Before the setup, which is given up when the actor is to end.
             self.tasks.create_task(self._controller_session.run(), name="watch_run")
@@ -368,6 +369,7 @@ class Actor(EndpointOwner):
             return
         # Before the address is registered: calls come as soon as others can resolve it.
         self.ready = True
+        # An actor of another kind enters its states itself.
         if self.kind == "actor":
             self.states.enter("ready")
         # The run may have been preempted during setup.
@@ -435,7 +437,7 @@ class Actor(EndpointOwner):
                 self.note_death(actor.name, actor.incarnation)
 
     def note_death(self, name: str, incarnation: int) -> None:
-        """Record a death: drop the connections with that actor, and call ``peer_died``.
+        """Record a death: drop the connections with this incarnation and older ones, and call ``peer_died``.
 
         Does nothing if this incarnation or a newer one is known to be dead.
         """
@@ -480,7 +482,7 @@ class Actor(EndpointOwner):
 
 
 class _Ended(Exception):
-    """Leaves the task group, which cancels what still runs in it."""
+    """Raised in the task group of ``main`` at the actor's end, so that the group cancels the tasks that still run."""
 
 
 def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

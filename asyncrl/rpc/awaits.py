@@ -26,6 +26,7 @@ MOST_RECORDS = 8
 """Largest number of waits in a heartbeat."""
 
 Key = tuple[str, str, bool]
+"""Arguments of ``Awaits.on``: the actor, role or part that is waited for, the request type, and ``idle``."""
 
 
 class Await:

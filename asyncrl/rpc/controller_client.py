@@ -37,7 +37,7 @@ LARGEST_BYTES = 1 << 28
 LOOK_S = 10.0
 """Seconds without an answer after which ``ask`` checks whether the run still lives, and calls again.
 
-A request that is not idempotent is not repeated; ``ask`` checks at its deadline."""
+For a request that is not idempotent, ``ask`` checks only at the deadline and never calls again."""
 
 
 class RequestRefused(UsageError):
@@ -118,7 +118,7 @@ class ControllerClient:
 
 
 class AddressFile(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of the file. Only a successor of the controller reads more than ``address``."""
+    """Content of ADDRESS_FILE. Only a successor of the controller reads more than ``address``."""
 
     address: str
     incarnation: int = 0
@@ -127,7 +127,7 @@ class AddressFile(msgspec.Struct, frozen=True, kw_only=True):
     began: float = float("inf")
     """Unix time at which the first controller of this attempt of the run started (s)."""
     restarts: int = 0
-    """Number of restarts of the controller."""
+    """Number of restarts of the controller in this attempt of the run."""
     newest: dict[str, int] = {}
     """Largest known incarnation of each actor and node agent."""
     generations: dict[str, int] = {}

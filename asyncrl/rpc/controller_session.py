@@ -74,6 +74,7 @@ class NoticeQueue:
         return known is None or known.text != text
 
     def _put(self, notice: Notice) -> None:
+        """Store a notice under its key, and queue it if it differs from the stored one."""
         if notice != self._known.get(notice.key):
             self._known[notice.key] = notice
             self._unsent.setdefault(notice.key)
@@ -125,7 +126,7 @@ class ControllerSession:
         self._is_preempted = False
         self._is_leaving = False
         self._last_trace = 0
-        """Number of the last trace request that the actor has answered."""
+        """Id (RunState.trace) of the last trace request that the actor has answered; 0 before the first."""
 
     async def register(self, address: str) -> None:
         """Register the actor with the controller. While ``address`` is empty, no other actor can find it."""
@@ -158,7 +159,8 @@ class ControllerSession:
             try:
                 with actor.awaits.on(CONTROLLER, "WatchRun", idle=True):
                     state: RunState = await call
-                # Before the state is stored: if this fails, the next call asks for the same state again.
+                # The state names a newer revision of the members. Learn it before the state is stored: if that fails,
+                # the next call asks for the same state again.
                 if state.members > actor.roster.number:
                     await self.learn_members()
             except (DeadlineExceeded, RemoteError) as error:

@@ -60,8 +60,7 @@ LEAST_BEATS = 5 * (1 + LEFT_OUT)
 def gather_heartbeat(actor: Actor, beat: int) -> Heartbeat:
     """Reads the present state of an actor into heartbeat number ``beat``, and takes the events that it carries.
 
-    Callable from any thread.
-    Raises RuntimeError if the actor's thread changes a container while this reads it.
+    Callable from any thread. Raises RuntimeError if the actor's thread changes a container while this reads it.
     """
     waits = longest_waits(actor.waits())
     state, awaiting, state_s = actor.states.present()
@@ -168,6 +167,7 @@ class Heartbeats:
         self._pulse = self._actor.pulse()
 
     def _attempt(self, step: Callable[[], None]) -> None:
+        """Run a step. If it fails, log the first such failure and make the next heartbeat complete."""
         try:
             step()
         except Exception as error:
@@ -275,6 +275,7 @@ class HeartbeatThread:
             self._loop.close()
 
     async def _beat(self) -> None:
+        """Beat in each interval until stopped, then send the last heartbeat if it is wanted."""
         self._heartbeats.open()
         try:
             while not await self._wait_for_stop():
@@ -310,7 +311,7 @@ class EventQueue:
 
     @property
     def number(self) -> int:
-        """Number of the newest event."""
+        """``Event.number`` of the newest event; 0 before the first."""
         return self._number
 
     def add(self, level: str, text: str) -> None:
@@ -395,6 +396,7 @@ class _Sent(Generic[T]):
         """Number of values that had to wait at the last call of ``take_changed``."""
 
     def forget(self) -> None:
+        """Count all values as changed at the next call of ``take_changed``."""
         self._values = {}
 
     def take_changed(self, values: Mapping[str, T]) -> set[str]:

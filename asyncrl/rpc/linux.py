@@ -20,6 +20,7 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 LOOK_AGAIN_S = 0.01
+"""Pause of ``end_children`` before it looks for children again (s)."""
 
 
 def become_subreaper() -> None:
@@ -49,7 +50,7 @@ def children_of(pid: int) -> list[int]:
 
 @cache
 def host_id() -> str:
-    """Return an id of kernel, PID namespace and user. Processes with the same id can open segments of one another."""
+    """Return an id of kernel, PID namespace and user. Processes with one id can open memory segments of one another."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{os.getuid()}"
 

@@ -25,8 +25,8 @@ COLLECT_AFTER = 100_000
 flight exceed Python's default of 700. They are in no cycle, and the collector would scan all of them each time."""
 OWN_MAPPING_BYTES = 32 << 20
 """Malloc maps a block of at least this size on its own, and unmaps it when freed. The memory of smaller blocks stays
-with the process for the next burst. Once glibc has freed such a block, it raises its threshold to this by itself. Until
-then each burst has page faults."""
+with the process for the next burst. By itself glibc raises this threshold only as it frees larger blocks, so that early
+bursts have page faults."""
 SWITCH_S = 0.0001
 """Time for which a computing thread keeps the interpreter lock from the event loop (s). Each message releases the lock
 once, so with Python's default of 5 ms a learner that packs a batch would handle only 200 messages a second."""

@@ -17,7 +17,9 @@ from typing import Any
 TASKS_SHOWN = 100
 """Largest number of different task stacks that are written."""
 DEEPEST = 40
+"""Largest number of frames of a stack."""
 NAMES_SHOWN = 3
+"""Largest number of tasks that are named for one stack."""
 TASKS_BEGIN = "asyncio tasks:"
 TASKS_END = "end of asyncio tasks"
 """The last line that SIGUSR1 causes in the log."""

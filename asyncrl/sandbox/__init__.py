@@ -1,8 +1,8 @@
 """Runs untrusted programs, such as code that a policy wrote, for users' episodes and rewards.
 
-``run`` blocks, ``run_async`` is awaited. Both make a SandboxRequest and give it to a backend: by default Bubblewrap,
-whose processes are in jail.py, or a class of the user. Invariant: a result is about the program. If the sandbox itself
-fails, SandboxError is raised, so a host without bubblewrap never looks like a wrong answer.
+``run`` blocks, ``run_async`` is awaited. Both make a SandboxRequest and give it to a backend: Bubblewrap by default, or
+a class of the user. Bubblewrap starts a process of jail.py for each request. Invariant: a result is about the program.
+If the sandbox itself fails, SandboxError is raised, so a host without bubblewrap never looks like a wrong answer.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ START_S = 60.0
 
 
 JAIL = (sys.executable, "-m", "asyncrl.sandbox.jail")
+"""Command that runs one request."""
 
 
 class SandboxError(RuntimeError):
@@ -58,6 +59,7 @@ class SandboxRequest:
     disk_bytes: int = 64 * MIB
     """Size of the work folder and /tmp, which are in memory, and of each file."""
     disk_files: int = 10_000
+    """Most files, folders and links in the work folder and /tmp together."""
     processes: int = 128
     """Processes and threads at the same time."""
     output_bytes: int = MIB // 16
@@ -111,7 +113,7 @@ class Bubblewrap:
             except subprocess.TimeoutExpired as error:
                 raise SandboxError(f"the sandbox did not end within {error.timeout:g} s") from error
             finally:
-                # The kernel ends what is in the jail after it.
+                # After the jail, the kernel ends the processes inside it.
                 process.kill()
         return _decoded(output, errors)
 
@@ -158,7 +160,7 @@ async def run_async(
     backend: str | SandboxBackend = "",
     **limits: Any,
 ) -> SandboxResult:
-    """Run a program in a sandbox, as ``run`` does; for episodes. A backend without ``run_async`` gets a thread."""
+    """Run a program in a sandbox, as ``run`` does; for episodes. A backend other than Bubblewrap runs in a thread."""
     request = SandboxRequest(argv=argv, files=files or {}, timeout=timeout, network=network, **limits)
     chosen = _backend(backend)
     if isinstance(chosen, Bubblewrap):
@@ -183,6 +185,7 @@ def _base64(content: str | bytes) -> str:
 
 
 def _decoded(output: bytes, errors: bytes) -> SandboxResult:
+    """Read the jail's output. If it is empty, raises SandboxError with the last line of ``errors`` as the reason."""
     if not output:
         lines = errors.decode(errors="replace").strip().splitlines()
         raise SandboxError(lines[-1] if lines else "the process of the sandbox was killed")

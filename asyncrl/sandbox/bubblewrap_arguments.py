@@ -22,7 +22,7 @@ from asyncrl.workers import isolation
 SCRATCH = "/sys"
 """Where the jail has the file system of the work folder: a folder of the host that no program needs."""
 SHARED = "/tmp"
-"""Where the program has it."""
+"""Where the program sees that file system."""
 WORK = f"{SHARED}/work"
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SETTINGS = ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "ssl", "pki", "ca-certificates")
@@ -43,6 +43,7 @@ OTHER_ABI = 0x40000000
 LOAD, JUMP_EQUAL, JUMP_GREATER_EQUAL, RETURN = 0x20, 0x15, 0x35, 0x06
 ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000 | errno.ENOSYS
 NUMBER_AT, ARCHITECTURE_AT = 0, 4
+"""Offsets in the data that a filter reads (bytes), of the call's number and of the architecture."""
 
 
 def arguments(request: dict[str, Any], *, root: bool) -> list[str]:
@@ -74,6 +75,7 @@ def arguments(request: dict[str, Any], *, root: bool) -> list[str]:
 
 
 def _files(request: dict[str, Any]) -> list[str]:
+    """Arguments that make the files and folders which the program sees."""
     words = []
     for folder in SYSTEM:
         if os.path.islink(folder):

@@ -5,9 +5,10 @@ limit of bytes and files, which the kernel frees with the jail. It starts bubble
 namespaces of the untrusted program (bubblewrap_arguments.py). The jail itself runs nothing untrusted: it keeps the
 limits, reads the outputs and kills.
 
-Invariants: when the jail ends, no process and no file of the program is left, since its process namespace ends with
-bubblewrap, and bubblewrap with the jail. Whatever the program does is a result. If the sandbox cannot start, the jail
-writes no result, and the last line of its standard error says why. Standard library only.
+Invariants: when the jail ends, no process and no file of the program is left. Its process namespace ends with
+bubblewrap, and bubblewrap ends with the jail. Every end of the program, by itself or by a limit, is a result. If the
+sandbox cannot start, the jail writes no result, and the last line of its standard error says why. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ from asyncrl.sandbox.bubblewrap_arguments import SCRATCH, arguments
 from asyncrl.workers import isolation, memory
 
 LOOK_S = 0.05
+"""Seconds between two checks of the program's time and memory."""
 READ_BYTES = 1 << 16
 OPEN_FILES = 256
+"""Most open files of each process of the program."""
 OWN_PROCESSES = 3
 """bubblewrap's two processes, and one in reserve."""
 COUNTED_FROM = (5, 14)
-"""Linux that counts the processes of a user in each user namespace by themselves."""
+"""First version of Linux that counts a user's processes separately in each user namespace."""
 PROGRAM = "bwrap"
 
 
@@ -56,6 +59,7 @@ def main() -> None:
         fail(f"bubblewrap is not installed; the package has {PROGRAM}: apt-get install bubblewrap")
     root = os.geteuid() == 0
     try:
+        # An isolated worker of root has made a user namespace for its sandboxes.
         if namespace := os.environ.get(isolation.SANDBOX_NAMESPACE):
             isolation.join(namespace)
         isolation.enter()
@@ -84,7 +88,7 @@ def main() -> None:
 
 
 def put_files(work: Path, files: dict[str, str], owner: tuple[int, int]) -> None:
-    """Write the request's files, for the program's user. Nothing runs yet, so nobody can plant links."""
+    """Write the request's files, for the program's user. The program does not run yet, so it cannot plant links."""
     work.mkdir()
     for path, content in files.items():
         (work / path).parent.mkdir(parents=True, exist_ok=True)
@@ -135,7 +139,7 @@ class KeptOutput:
         del self._last[:over]
 
     def text(self) -> str:
-        """All that is kept, with a mark in place of what is not."""
+        """Return the kept output, with a mark in place of the dropped bytes."""
         mark = f"\n[... {self._dropped} bytes are left out ...]\n" if self._dropped else ""
         return self._first.decode(errors="replace") + mark + self._last.decode(errors="replace")
 
@@ -145,6 +149,7 @@ class JailedProgram:
 
     def __init__(self, command: list[str], request: dict[str, Any]) -> None:
         self._request = request
+        # Bubblewrap writes its reports to this pipe (``_exit_code``).
         self._status, status_end = os.pipe()
         os.set_inheritable(status_end, True)
         given = os.memfd_create("stdin")

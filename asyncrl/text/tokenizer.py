@@ -30,6 +30,7 @@ from asyncrl.core.model_files import eos_token_ids, read_optional, text_config
 _LONGEST_QUOTE = 40
 """Most characters of a text that an error quotes."""
 _BYTES = 256
+"""Number of ids of bytes in ByteTokenizer, and the id of BYTES_END."""
 BYTES_END = "<|end|>"
 BYTES_CALL = "<tool_call>{}</tool_call>"
 BYTES_REASONING = "<think>\n{}\n</think>\n\n"
@@ -117,6 +118,7 @@ def load_tokenizer(
     settings = Date.today() if date is None else Date.fromisoformat(date), dict(template_options or {})
     if (folder / "tokenizer.json").is_file():
         return _FileTokenizer(folder, settings)
+    # tokenizer_config.json matches a pattern but is no tokenizer.
     if not any(file.name != "tokenizer_config.json" for pattern in TOKENIZER_FILES for file in folder.glob(pattern)):
         raise ConfigError([f"model.path: {folder} holds no tokenizer: no tokenizer.json, tokenizer.model or vocab.*"])
     return _TransformersTokenizer(folder, settings, trust_remote_code)

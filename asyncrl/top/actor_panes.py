@@ -57,7 +57,7 @@ class ActorRow(NamedTuple):
 
     @property
     def bar(self) -> Text:
-        """The time of the actor's resources."""
+        """A bar of the time of the actor's resources, by kinds of states."""
         return state_bar(by_kind(self.view.shares([self.actor])), BAR)
 
     @property
@@ -66,7 +66,7 @@ class ActorRow(NamedTuple):
         return state_text(*self.view.state(self.actor))
 
     def name(self, role: str = "") -> Text:
-        """The actor's name; of ``role`` with the first letter alone."""
+        """The actor's name; with ``role``, only the first letter of the role stays: r/3 for rollouter/3."""
         name = self.actor.name.replace(f"{role}/", f"{role[0]}/") if role else self.actor.name
         return text(name, "bad" if self.condition in PROBLEMS else "")
 
@@ -75,7 +75,7 @@ class ActorRow(NamedTuple):
         return None if is_gone(self.actor) else value
 
     def metric(self, name: str) -> float | None:
-        """A metric that stays when the actor is gone."""
+        """The value of a metric, also when the actor is gone; None if it is unknown."""
         return self.actor.metrics.get(name)
 
 
@@ -90,11 +90,12 @@ HOST = Column("host", lambda entry: text(entry.actor.host, "dim"), lambda entry:
 
 
 def _counted(*names: str) -> Callable[[ActorRow], float | None]:
+    """A function that adds up these counters of an actor."""
     return lambda entry: total(map(entry.metric, names))
 
 
 def gauge(name: str) -> Callable[[ActorRow], float | None]:
-    """The value of a gauge; None if the actor is gone."""
+    """A function that reads this gauge of an actor; None if the actor is gone."""
     return lambda entry: entry.there(entry.metric(name))
 
 
@@ -102,7 +103,7 @@ def gauge(name: str) -> Callable[[ActorRow], float | None]:
 
 
 def _drift(title: str, name: str, otherwise: Style = "") -> Column:
-    """A drift in nats. An update with a drift of drift.warn or more stands out."""
+    """A column of a drift in nats. It stands out once any update of the rollouter had a drift of drift.warn or more."""
 
     def cell(entry: ActorRow) -> Text:
         return text(fixed(value(entry), 3), warn_style(entry.metric("rollout/drift_warnings"), otherwise))
@@ -112,6 +113,7 @@ def _drift(title: str, name: str, otherwise: Style = "") -> Column:
 
 
 def _restarts(entry: ActorRow) -> float:
+    """Restarts of the rollouter's process and of its engine, added up."""
     return entry.actor.restarts + (entry.metric("rollout/engine_restarts") or 0.0)
 
 
@@ -242,10 +244,12 @@ def _summary(view: SnapshotView) -> list[RenderableType]:
 
 
 def _counts(found: Mapping[str, float]) -> str:
+    """Counts with their names as text: "12 stop, 3 length"."""
     return ", ".join(f"{count(number)} {name}" for name, number in found.items()) or "0"
 
 
 def _mean(seen: tuple[list[int], float]) -> float | None:
+    """Mean of the values of a histogram, given its counts by bucket and its sum; None without values."""
     counts, whole = seen
     return whole / sum(counts) if sum(counts) else None
 

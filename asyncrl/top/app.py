@@ -37,6 +37,7 @@ from asyncrl.top.widgets import PaneView
 
 DRAW_S = 0.8
 TICK_S = 0.25
+"""Shortest time between two draws of everything, and the time between two ticks (``Top._tick``)."""
 LOOK_S = 2.0
 """Seconds between two checks whether a run has ended, at the end of its replay."""
 NOTE_S = 8.0
@@ -138,7 +139,7 @@ class Top(App[int]):
         self.source = source
         self.view: SnapshotView | None = None
         self.failure: AsyncRLError | None = None
-        """Reason that no snapshot came."""
+        """Error of the feed if it failed before any snapshot was known; the command prints it."""
         self._history = source.history
         self._choice = Choice()
         self._frozen = False
@@ -181,7 +182,7 @@ class Top(App[int]):
         self.call_after_refresh(self._draw)
 
     def _seen(self) -> None:
-        """Show the chosen pane, where one is visible at a time, and let keys go to it."""
+        """Show the chosen pane, if the terminal has room for one pane only, and let keys go to it."""
         base, chosen = self.screen_stack[0], self.panes[self._chosen_pane]
         for each in base.query("#body *"):
             each.set_class(each is chosen or each in chosen.ancestors, "seen")
@@ -259,6 +260,7 @@ class Top(App[int]):
             self._header.update(Group(text("asyncrl-top", "dim"), text("waiting for the run", "dim")))
             return
         shown, choice, wide = self.view, self._choice, self._header.size.width
+        # Before the first layout nothing has a size.
         if not wide:
             return
         self._header.update(header(shown))
@@ -361,6 +363,7 @@ class Top(App[int]):
             self.push_screen(SamplesScreen(self.source.run_dir, until=self._last_step))
 
     def _last_step(self) -> int | None:
+        """The step that a replay shows, up to which it shows groups; None in a live run: all groups."""
         return self.view.run.step if self.source.replay is not None and self.view is not None else None
 
     def _show_actor(self, name: str) -> None:

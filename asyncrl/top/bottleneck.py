@@ -46,13 +46,14 @@ class Flow:
     """Facts about the stages over a window; levels are means. An empty mapping or None is unknown."""
 
     running: bool = True
+    """Whether the run is in the phase running, and not stalled."""
     window_s: float
     rollouters: Mapping[str, float] = field(default_factory=dict)
     """Shares of the engines' time by state, which add up to 1; so do those of the other stages."""
     reward: Mapping[str, float] = field(default_factory=dict)
     learner: Mapping[str, float] = field(default_factory=dict)
     dataloader_busy: float | None = None
-    """Share of time in which its event loop used a processor."""
+    """Share of time in which the dataloader's event loop used a processor."""
     generating: float | None = None
     """Trajectories that are leased and not finished, including waiting ones."""
     at_reward: float | None = None
@@ -64,7 +65,7 @@ class Flow:
     episodes: Mapping[str, float] = field(default_factory=dict)
     """Open episodes by stage."""
     exhausted: bool = False
-    """Whether nothing is left to be leased."""
+    """Whether all prompts that are left to train are leased."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +103,7 @@ def _saturated(flow: Flow) -> Verdict | None:
         return found
     if _occupied(rollouters) >= SATURATED:
         if rollouters.get("weights", 0.0) > rollouters.get("work", 0.0):
+            # "Them" are the weights: the screen shows the stage before the reason.
             why = f"engines are paused for them {_percent(rollouters['weights'])} of the time"
             return Verdict(stage="weights", why=f"{why}{_others(flow, but='rollouters')}")
         return _verdict(flow, "rollouters", _does(flow.rollouters))
@@ -113,7 +115,8 @@ def _saturated(flow: Flow) -> Verdict | None:
 def _episodes(flow: Flow) -> Verdict | None:
     """The verdict if most open episodes run the user's code; None if not, or with less than one open episode.
 
-    This test comes before that of the rollouters, because the few other episodes can keep an engine busy.
+    Numbers of episodes are means over the window, so they may be fractions. This test comes before that of the
+    rollouters, because the few other episodes can keep an engine busy.
     """
     with_user = {stage: level for stage, level in flow.episodes.items() if stage not in NOT_USERS}
     users, every = sum(with_user.values()), sum(flow.episodes.values())
@@ -132,12 +135,13 @@ _STAGES_SAID = {
     "user": "between two calls of the policy",
     "close": "at their close",
 }
+"""Words for stages of the user's code; another stage is "in STAGE"."""
 
 
 def _unsaturated(flow: Flow) -> Verdict:
     """The verdict if no stage is busy enough: the stage that the others wait for.
 
-    It names no stage if that is unknown, or if the last prompts are under way.
+    It names no stage if nothing is known of the gate, or if the last prompts are under way.
     """
     if flow.exhausted:
         return Verdict(stage=None, why="the last prompts are under way")
@@ -157,24 +161,26 @@ def _unsaturated(flow: Flow) -> Verdict:
 
 
 def _occupied(kinds: Mapping[FlowKind, float]) -> float:
+    """The busy share of a stage's time: all kinds of states except waiting."""
     return sum(share for kind, share in kinds.items() if kind != "wait")
 
 
 def _does(shares: Mapping[str, float]) -> str:
-    """Words for the busy share, and for the state with most of it."""
+    """Words for the busy share of a stage's time, and for the busy state with most of it."""
     state = max((state for state in shares if kind_of(state) != "wait"), key=lambda state: shares[state])
     busy, largest = _percent(_occupied(by_kind(shares))), _percent(shares[state])
     return f"{state} {largest} of the time" if largest == busy else f"busy {busy} of the time ({state} {largest})"
 
 
 def _verdict(flow: Flow, stage: Literal["episodes", Stage], why: str) -> Verdict:
+    """The verdict on ``stage``; its reason is ``why``, then the waits of rollouters and learner."""
     return Verdict(stage=stage, why=f"{why}{_others(flow, but=stage)}")
 
 
 def _others(flow: Flow, *, but: str) -> str:
-    """Words for the waits of rollouters and learner, except those of the stage ``but``, as the end of a sentence.
+    """Words for the waits of rollouters and learner, as the end of a reason: "; the learner waits 40 % for groups".
 
-    Waits below WAITS are left out; the text may be empty.
+    Waits of the stage ``but``, and those below the share WAITS, are left out. The text may be empty.
     """
     waiting = []
     waits = by_kind(flow.rollouters).get("wait", 0.0)

@@ -44,7 +44,7 @@ class WatchedRun:
     lives: Lives = lambda _run_dir: True
     """Whether a run is alive in a folder, by the folder's lock. Blocks; raises OSError."""
     start: object = None
-    """Differs for each start of a run in the folder."""
+    """Result of ``start_of`` when the run was found; None without a run folder."""
 
     def connect(self) -> ControllerClient:
         """Make a connection to its controller, whose calls have the timeout ANSWER_S."""
@@ -126,9 +126,11 @@ def _from_folder(run_dir: Path, keys: Path | None, lives: Lives) -> WatchedRun:
 
 
 def _credentials(folder: Path) -> Credentials:
+    """Load a viewer's keys from a folder. Raises UsageError, and PermissionError."""
     try:
         return load_credentials(folder, VIEWER, 0)
     except PermissionError:
+        # Not a UsageError: the command says who may watch the run (cli/top.py).
         raise
     except OSError as error:
         why = f"{error.filename}: {error.strerror}"

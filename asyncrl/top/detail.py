@@ -52,7 +52,7 @@ BAR = 24
 
 
 def detail(view: SnapshotView, name: str, log: Sequence[str] | None) -> Group:
-    """An actor. ``log`` are the last lines of its log file, oldest first; None if it cannot be read."""
+    """The page of an actor. ``log`` are the last lines of its log file, oldest first; None if it cannot be read."""
     actor = next((each for each in view.snapshot.actors if each.name == name), None)
     if actor is None:
         return Group(text(f"{name} is not part of this run", "bad"))
@@ -128,6 +128,7 @@ def _times(since_start: Interval, actor: ActorView) -> Grid:
 
 
 def _number(name: str, value: float) -> str:
+    """The value of a metric as text, in the unit in which its name ends."""
     if name.endswith("_s"):
         return duration(value)
     if name.endswith("_bytes") or name.endswith("/bytes"):
@@ -226,7 +227,7 @@ def last_lines(run_dir: Path, attempt: int, actor: str, until: float = math.inf)
             if until < math.inf:
                 parts = range(0, size + 1, LOG_BYTES)
                 later = bisect_right(parts, until, key=lambda part: next(_stamps(file, part, PROBE), (0, math.inf))[1])
-                # The part before it begins earlier, so read on from there.
+                # ``later`` is the index of the first part that begins after ``until``: read on from the part before.
                 stamps = _stamps(file, parts[max(0, later - 1)], size)
                 end = next((at for at, stamp in stamps if stamp > until), size)
             begin = max(0, end - LOG_BYTES)

@@ -70,7 +70,7 @@ def labelled(name: str, value: str, style: Style = "") -> Text:
 
 
 def warn_style(problem: object, otherwise: Style = "") -> Style:
-    """The style of a value that shows a problem, or not."""
+    """The style of a value: ``warn`` if there is a ``problem``, else ``otherwise``."""
     return "warn" if problem else otherwise
 
 
@@ -118,6 +118,7 @@ def level_bar(value: float | None, limit: float | None, style: Style = "level") 
 THERE = ("ready", "starting", "silent")
 """Conditions in which an actor can work."""
 PROBLEMS = ("condemned", "dead", "lost", "resting")
+"""Conditions that stand out. A resting actor died too often and is set aside."""
 
 
 def state_text(condition: str, state: str, awaiting: str) -> Text:
@@ -197,7 +198,7 @@ class Table:
     """Whether rows are moments: the cursor stays at its place when newer rows push the others down."""
 
     def laid(self) -> list[tuple[Text, int]]:
-        """Title and cells of each column."""
+        """Title of each column, and its width in cells, with the blank before it."""
         found = []
         for at, column in enumerate(self.columns):
             title = column.aligned(text(column.title, "dim"))
@@ -243,10 +244,10 @@ class Choice:
     """Title of a column of the rollouters."""
     descending: bool = False
     needle: str = ""
-    """Rows that hold this text, in any case."""
+    """Text that a row must hold, in any case of letters, to be shown; empty shows all rows."""
     level: str = "info"
     """Events of this level and above."""
 
     def matches(self, *texts: str) -> bool:
-        """Whether one of the texts holds the needle."""
+        """Whether one of the texts of a row holds the needle."""
         return any(self.needle.lower() in text.lower() for text in texts)

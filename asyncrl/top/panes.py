@@ -44,6 +44,7 @@ from asyncrl.top.pipeline import header, pipeline, staleness_limit
 from asyncrl.top.view import SnapshotView, is_gone
 
 NONE = text("")
+"""An empty text, which ``joined`` leaves out; also an empty line of a page."""
 LEVEL_STYLES: dict[str, Style] = {"info": "dim", "warning": "warn", "error": "bad", "critical": "bad"}
 
 
@@ -51,6 +52,7 @@ LEVEL_STYLES: dict[str, Style] = {"info": "dim", "warning": "warn", "error": "ba
 
 
 def _gpu_memory(entry: ActorRow) -> Text:
+    """Used and whole memory of the actor's GPUs, if the actor can work."""
     gpus = entry.actor.gpus if entry.condition in THERE else []
     used, whole = sum(gpu.memory_bytes for gpu in gpus), sum(gpu.memory_total_bytes for gpu in gpus)
     return text(f"{size(used)}/{size(whole)}" if gpus else ABSENT)
@@ -290,6 +292,7 @@ def reward(view: SnapshotView, choice: Choice) -> Pane:
 
 
 def _at_most(seconds: float | None) -> str:
+    """The upper edge of a quantile's bucket in words; "long" for the last bucket, which has no edge."""
     return ABSENT if seconds is None else f"≤ {duration(seconds)}" if seconds < float("inf") else "long"
 
 
@@ -319,6 +322,7 @@ LONGEST_EVENT = 2000
 
 
 def _styled(event: Event, words: str, info: Style = "") -> Text:
+    """Words in the style of the event's level; ``info`` is the style of the level info."""
     return text(words, info if event.level == "info" else LEVEL_STYLES.get(event.level, ""))
 
 
@@ -377,7 +381,7 @@ def title(name: PaneName, view: SnapshotView, choice: Choice) -> str:
 
 
 def page(view: SnapshotView, width: int, *, whole: bool = False) -> str:
-    """All panes, one below the other, with the newest events and updates; ``whole`` cuts no row of a table."""
+    """All panes, one below the other, with the newest events and updates; ``whole`` cuts no line to ``width``."""
     choice = Choice()
     drawn = [*lines(header(view), width), NONE, *lines(pipeline(view, width), width)]
     for name in panes_of(view):

@@ -137,7 +137,7 @@ def stages(view: SnapshotView, wide: int = WIDEST) -> list[StageBox]:
 
 
 def _time(shares: Mapping[str, float], wide: int) -> tuple[Text, Text]:
-    """A bar of the time, and the main state."""
+    """A bar of a stage's time, and the state with the largest share of it."""
     state = max(shares, key=lambda state: shares[state], default="")
     words = f"{percent(shares[state])} {state}" if state else ""
     return state_bar(by_kind(shares), wide), text(words, "dim" if kind_of(state) == "wait" else "")
@@ -242,7 +242,10 @@ def time_bar(replay: Replay) -> Grid:
 
 
 def status(over: str, away: Away | None, replay: Replay | None, *, frozen: bool, attached: bool) -> Text:
-    """The status in words: frozen, replay, over, no answer, live or attaching."""
+    """The status in words: frozen, replay, over, no answer, live or attaching.
+
+    ``over`` is the reason that no more snapshots come, empty while they may. ``attached``: whether a snapshot is known.
+    """
     if frozen:
         return text("frozen, space continues", "warn")
     if replay is not None:

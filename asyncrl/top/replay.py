@@ -49,7 +49,7 @@ class Replay:
         self.speed = SPEEDS[3]
         self.playing = True
         self._history_end = -1
-        """Number of the newest snapshot in ``_history``; -1 if a new history is needed."""
+        """Index of the newest snapshot in ``_history``; -1 if a new history is needed."""
         self._history = History()
 
     def take(self, whole: Replay) -> None:
@@ -116,10 +116,11 @@ class Replay:
         return self._history
 
     def _index(self) -> int:
+        """Index of the newest snapshot that is not after the position."""
         return max(0, bisect_right(self._walls, self.position) - 1)
 
     def _needed_at(self, index: int) -> list[int]:
-        """Numbers of the snapshots that a history at ``index`` needs: all of the last RATES_S, and about FRAMES of its
+        """Indices of the snapshots that a history at ``index`` needs: all of the last RATES_S, and about FRAMES of its
         window."""
         last = self._decoded(index)
         window = LONGEST_S if last is None else History.window_s(last)

@@ -23,6 +23,7 @@ from asyncrl.top.widgets import PageScreen
 
 LOOK_S = 2.0
 MOST_HELD = 200
+"""Most groups that the screen of a live run keeps."""
 DEEPEST = 15
 """Most blanks before a line."""
 READ_AT_ONCE = 8
@@ -115,6 +116,7 @@ class SamplesScreen(PageScreen):
 
 
 def _name(group: SampleGroup) -> tuple[object, ...]:
+    """Key by which the same group is found in a later read."""
     return group.kind, group.step, group.uid, group.start
 
 

@@ -20,6 +20,7 @@ from asyncrl.top.bottleneck import Flow, Verdict, find_bottleneck
 AT = "rollout/episodes_at/"
 """Prefix of the metrics that count open episodes by stage."""
 GONE = frozenset({"absent", "dead", "lost", "resting"})
+"""Conditions of an actor without a process, or on a lost host; a resting one died too often and is set aside."""
 UNHEARD = GONE | {"silent", "condemned"}
 """Conditions in which nothing is known of what an actor does now."""
 STEPS_FOR_MEANS = 8
@@ -75,7 +76,7 @@ def version_of(actor: ActorView) -> int | None:
 
 
 def versions_behind(run: RunView, actor: ActorView) -> int | None:
-    """Versions by which a rollouter's engine is behind the newest."""
+    """Versions by which a rollouter's engine is behind the newest; None if its own is unknown."""
     version = version_of(actor)
     return None if version is None else max(0, run.version - version)
 
@@ -118,10 +119,11 @@ class Moment:
 
     @cached_property
     def levels(self) -> dict[str, float | None]:
-        """Levels by the fields of Flow (bottleneck.py); the verdict uses their means over time.
+        """Levels at this moment, from which ``SnapshotView.bottleneck`` makes fields of Flow (bottleneck.py).
 
-        ``gate`` is outstanding groups divided by the groups that the gate admits. Open episodes are counted by stage,
-        under the names of their metrics.
+        ``gate`` is outstanding groups divided by the groups that the gate admits, and gives ``gate_open``. The metrics
+        tickets/NAME are the dataloader's, on leases and the gate. Open episodes are counted by stage, under the names
+        of their metrics (AT), and give ``episodes``. Each other level gives the field of its name.
         """
         rollouters = self.living("rollouter")
         outstanding, gate = (self.level("dataloader", f"tickets/{name}") for name in ("outstanding", "gate"))
@@ -143,14 +145,15 @@ class History:
         self._moments: list[Moment] = []
 
     def add(self, snapshot: Snapshot) -> None:
-        """Add a snapshot. A snapshot of the same age replaces the newest one. A younger snapshot, or one of another run
-        or attempt, starts a new history."""
+        """Add a snapshot. Its age is ``run.age_s``: one of the same age as the newest replaces it. One of a smaller
+        age, or of another run or attempt, starts a new history."""
         now, last = snapshot.run, self.newest.run if self.newest is not None else None
         if last is None or (last.run_id, last.attempt) != (now.run_id, now.attempt) or now.age_s < last.age_s:
             self._moments = []
         found, window = [*self._moments, Moment(snapshot)], self.window_s(snapshot)
         self._moments = []
-        # The last moment before the window, and the last before RATES_S, stay: the moments cover the whole time.
+        # ``passed`` is the time since ``later``, not since ``moment``. So the last moment before the window, and the
+        # last before RATES_S, stay too: the moments cover the whole time.
         for moment, later in pairwise(found):
             apart = not self._moments or moment.run.age_s - self._moments[-1].run.age_s >= window / KEPT
             passed = now.age_s - later.run.age_s
@@ -223,7 +226,10 @@ class SnapshotView(Moment):
         return "ended" if actor.condition == "dead" and self.run.phase in ENDING else actor.condition
 
     def state(self, actor: ActorView) -> tuple[str, str, str]:
-        """(condition, state, what it waits for) of the actor's first resource, or of the actor if it has none."""
+        """(condition, state, thing that the state waits for) of the actor's first resource, or else of the actor.
+
+        Only the condition is known of an actor that is gone.
+        """
         source = next(iter(actor.resources), actor)
         return (self.condition(actor), "", "") if is_gone(actor) else (actor.condition, source.state, source.awaiting)
 
@@ -262,7 +268,7 @@ class SnapshotView(Moment):
         return number_in(self.last, key)
 
     def step_mean(self, key: str) -> float | None:
-        """The mean over the newest steps. None before the second step of a learner."""
+        """The mean over the newest STEPS_FOR_MEANS steps, without the first after each start of the learner."""
         return mean(number_in(line, key) for line in without_first(self.snapshot.train)[-STEPS_FOR_MEANS:])
 
     def of_learner(self, name: str) -> float | None:
@@ -290,7 +296,8 @@ class SnapshotView(Moment):
         names = {name for _, levels in window for name in levels}
         means = {name: time_mean([(at, levels.get(name)) for at, levels in window]) for name in names}
         gate = [levels["gate"] for _, levels in window]
-        # The time in which the present learner has trained steps; the whole window before the first step.
+        # The time in which the present learner has trained steps; the whole window before the first step. With a single
+        # snapshot it is the age of the run.
         begin, *_ = stepping = of_present_learner(self._window)
         return find_bottleneck(
             Flow(

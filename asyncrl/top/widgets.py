@@ -47,7 +47,9 @@ class Rows(DataTable[Text]):
     def __init__(self) -> None:
         super().__init__(cursor_type="row", cell_padding=0, fixed_columns=1, cursor_foreground_priority="renderable")
         self._shown: list[Row] = []
+        """Rows on the screen."""
         self._laid: list[tuple[Text, int]] = []
+        """Title and width (cells) of each column on the screen."""
 
     @property
     def chosen(self) -> str:
@@ -117,7 +119,7 @@ class PaneView(Vertical):
 
 
 class PageScreen(Screen[None]):
-    """A screen with a title and lines that scroll; escape leads back."""
+    """A screen with a title and lines that scroll; escape leads back, n and p call a subclass's ``action_other``."""
 
     CSS = """
     #name { height: 1; background: $panel; padding: 0 1; }

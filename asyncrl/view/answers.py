@@ -1,7 +1,8 @@
 """Answers of the server to its page: steps, groups, trajectories, tokens, and the places of a text. No sockets.
 
-``Answers.answer`` takes a name and the parameters of the URL, and returns an object for JSON. Invariant: an answer is
-bounded (MOST_* below) and says what it leaves out. Its text holds no control character except newlines and tabs
+``Answers.answer`` takes a name and the parameters of the URL, and returns an object for JSON. Invariant: the limits
+MOST_* and LONGEST_* below bound an answer, except that a search takes all hits of a file. An answer says how many
+groups, messages and characters it leaves out. Its text holds no control character except newlines and tabs
 (core/printable.py), so that the page shows a hostile rollout as text. Nothing in the run changes.
 
 Fails with BadRequest for a parameter, and with NotFound for what the run does not hold. A file that cannot be read
@@ -95,7 +96,7 @@ class Answers:
         return self._answers[name](parameters)
 
     def newest_step(self, run: int = 0) -> int:
-        """The newest step with recorded groups. Raises NotFound without any."""
+        """The newest step with recorded trained groups. Raises NotFound without any."""
         for path in sample_files(self._runs[run], SampleChoice(kind=TRAINED)):
             if groups := groups_in(path, SampleGroup):
                 return groups[0].step or 0
@@ -107,7 +108,10 @@ class Answers:
         return {"runs": [printable(run.resolve().name) for run in self._runs]}
 
     def _page_of_steps(self, parameters: Parameters) -> Answer:
-        """The ``count`` steps that end with ``until`` (the newest), the newest first, and how many there are."""
+        """The ``count`` steps up to step ``until``, which is included (by default the newest), the newest first.
+
+        In the answer ``before`` is the number of earlier steps, ``count`` that of all steps.
+        """
         index = self._steps[self.run_of(parameters)]
         index.refresh()
         count = min(_number(parameters, "count", 100), MOST_STEPS)
@@ -119,6 +123,7 @@ class Answers:
         return {"steps": shown[::-1][: end - first], "before": first, "count": index.count()}
 
     def _groups(self, parameters: Parameters) -> Answer:
+        """The recorded groups of a step; ``left_out`` is the number of groups beyond MOST_GROUPS."""
         run, step = self.run_of(parameters), _number(parameters, "step")
         version = self._trained_version(run, step)
         groups = self._groups_of(run, step)
@@ -136,6 +141,7 @@ class Answers:
         return {"step": step, "groups": shown, "left_out": max(0, len(groups) - MOST_GROUPS)}
 
     def _trajectory(self, parameters: Parameters) -> Answer:
+        """One trajectory: its texts up to the limits, the samples of its group, and the spans of its sequences."""
         run, step = self.run_of(parameters), _number(parameters, "step")
         group, trajectory = self._find(run, step, parameters)
         room = LONGEST_TRAJECTORY
@@ -202,10 +208,11 @@ class Answers:
         return self._scan(parameters, hits)
 
     def _same(self, parameters: Parameters) -> Answer:
-        """The groups of run ``other`` that have the prompt of a group of ``run``, the newest first."""
+        """The groups of another run (parameter ``other``) with the prompt of one group of ``run``, the newest first."""
         run, step, uid = self.run_of(parameters), _number(parameters, "step"), parameters.get("uid", "")
         group = self._find_group(run, step, uid)
 
+        # Here ``other`` is a group of the other run.
         def hits(other: SampleGroup) -> Iterator[Answer]:
             if other.prompt == group.prompt:
                 yield {"sample": None, "title": printable(title_of(other))}
@@ -213,9 +220,10 @@ class Answers:
         return self._scan({**parameters, "run": parameters.get("other", "0")}, hits)
 
     def _scan(self, parameters: Parameters, hits: Callable[[SampleGroup], Iterator[Answer]]) -> Answer:
-        """Collect hits in the files of samples/, the newest first, for SEARCH_S or up to MOST_HITS.
+        """Collect hits in samples/, the newest file first. The parameter ``after`` names the first file to read.
 
-        ``next`` is the file at which the next request continues (``after``); None at the end.
+        The limits SEARCH_S and MOST_HITS are checked before each further file, so one file may exceed them. In the
+        answer ``next`` is the first file that was not read, which the next request gives as ``after``; None at the end.
         """
         run, after = self.run_of(parameters), parameters.get("after", "")
         paths = sample_files(self._runs[run], SampleChoice())
@@ -224,6 +232,7 @@ class Answers:
         until = time.monotonic() + SEARCH_S
         found: list[Answer] = []
         for path in paths[begin:]:
+            # The file ``after`` is read in any case, so that each request makes progress.
             if (len(found) >= MOST_HITS or time.monotonic() > until) and path.name != after:
                 return {"hits": found, "next": path.name}
             for group in groups_in(path, SampleGroup):
@@ -267,6 +276,7 @@ class Answers:
         return found
 
     def _find(self, run: int, step: int, parameters: Parameters) -> tuple[TokenGroup, TokenTrajectory]:
+        """Find the group ``uid`` of a step, and its trajectory ``sample``; by default its first one."""
         group = self._find_group(run, step, parameters.get("uid", ""))
         sample = _number(parameters, "sample", -1)
         if sample < 0 and group.trajectories:
@@ -278,6 +288,7 @@ class Answers:
 
 
 def _number(parameters: Parameters, name: str, otherwise: int | None = None) -> int:
+    """A parameter as a whole number; ``otherwise``, unless None, if it is missing or empty. Raises BadRequest."""
     text = parameters.get(name, "")
     if not text and otherwise is not None:
         return otherwise
@@ -340,6 +351,7 @@ def _token_rows(sequence: SampleSequence) -> list[tuple[int, float | None, int, 
 
 
 def _text_of(token: int, decode: Decode | None) -> str | None:
+    """The text of a token; None if it is unknown."""
     if decode is None:
         return None
     try:
@@ -355,6 +367,7 @@ def _span(span: tuple[int, int, int, str]) -> list[Any]:
 
 
 def _texts(trajectory: SampleTrajectory) -> Iterator[str]:
+    """The texts of a trajectory in which a search looks."""
     yield from (trajectory.text, trajectory.judgement)
     for message in map(message_parts, trajectory.messages):
         for part in message.parts:
@@ -363,6 +376,7 @@ def _texts(trajectory: SampleTrajectory) -> Iterator[str]:
 
 
 def _around(match: re.Match[str]) -> Answer:
+    """The text that matches, and up to EXCERPT characters ``before`` and ``after`` it."""
     begin, end = match.span()
     return {
         "before": printable(match.string[max(0, begin - EXCERPT) : begin]),
@@ -372,6 +386,7 @@ def _around(match: re.Match[str]) -> Answer:
 
 
 def _excerpt(text: str) -> str:
+    """The beginning of a text, on one line."""
     return printable(" ".join(text[: 4 * EXCERPT].split())[: 2 * EXCERPT])
 
 

@@ -36,6 +36,7 @@ def step_page(answers: Answers, step: int) -> str:
     size = 0
 
     def add(name: str, **parameters: object) -> Answer:
+        """Get an answer, and keep it under the URL by which the page asks for it."""
         nonlocal size
         texts = {key: str(value) for key, value in sorted(parameters.items())}
         found = answers.answer(name, texts)
@@ -57,11 +58,13 @@ def step_page(answers: Answers, step: int) -> str:
             start = 0
             while start < each["tokens"] and size < MOST_BYTES:
                 page = add("tokens", **place, sequence=sequence, start=start)
+                # An answer without tokens, as for damaged spans, ends the loop.
                 start += len(page["tokens"]) or each["tokens"]
     return _page(data)
 
 
 def _page(data: dict[str, Answer]) -> str:
+    """Put styles, scripts and ``data`` (answers by URL) into the page of the server."""
     styles, scripts = ({old: resource_text(name) for old, name in part.items()} for part in (STYLES, SCRIPTS))
     # "<" could end the element that holds the data.
     answers = msgspec.json.encode(data).decode().replace("<", "\\u003c")

@@ -97,6 +97,7 @@ class ViewServer:
 
 
 def _is_local(host: str) -> bool:
+    """Whether a Host header is a name of this machine, with any port."""
     try:
         return urlsplit(f"//{host}").hostname in NAMES
     except ValueError:

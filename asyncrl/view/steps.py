@@ -54,13 +54,16 @@ class StepIndex:
 
     def _forget(self) -> None:
         self._steps, self._offsets = array("q"), array("q")
+        # Offset up to which the file was read, and the checksum before it (``_mark_of``).
         self._read = self._mark = 0
+        # The newest start of the learner in the lines that were read.
         self._start = 0
 
     def refresh(self) -> None:
         """Read the lines that were appended. Without a file there is no step. Raises OSError."""
         with self._lock, contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
+            # The file was cut, or replaced by another one.
             if size < self._read or self._mark != self._mark_of(file):
                 self._forget()
             if size > self._read:
@@ -71,12 +74,15 @@ class StepIndex:
         return len(self._steps)
 
     def place(self, step: int) -> int:
-        """Number of steps before ``step``."""
+        """Index at which ``step`` is, or would be: the number of steps before it."""
         with self._lock:
             return bisect_left(self._steps, step)
 
     def lines(self, first: int, end: int) -> list[Line]:
-        """The train lines of the steps number ``first`` to ``end``, which is excluded. Raises OSError."""
+        """The train lines of the steps with indices ``first`` to before ``end``; indices below 0 have no line.
+
+        Raises OSError.
+        """
         with self._lock:
             offsets = self._offsets[max(first, 0) : max(end, 0)]
         if not offsets:
@@ -96,11 +102,12 @@ class StepIndex:
         return found[0] if found and found[0].get("step") == step else None
 
     def _read_on(self, file: BinaryIO) -> None:
+        """Read the complete lines from ``_read`` on. A line above MOST_LINE_BYTES comes in parts, and is no step."""
         file.seek(self._read)
         offset = self._read
         while text := file.readline(MOST_LINE_BYTES):
             if not text.endswith(b"\n") and len(text) < MOST_LINE_BYTES:
-                # The writer has not finished it.
+                # The writer has not finished this line.
                 break
             # Most lines are of updates, and need no parser.
             if b'"train"' in text and (head := _head(text)) and head.kind == "train" and head.step is not None:
@@ -110,6 +117,7 @@ class StepIndex:
         self._mark = self._mark_of(file)
 
     def _add(self, step: int, start: int, offset: int) -> None:
+        """Add the place of a train line. The first one of a newer start removes its step and later ones."""
         if start > self._start:
             self._start = start
             at = bisect_left(self._steps, step)

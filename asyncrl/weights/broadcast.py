@@ -148,6 +148,7 @@ class _Epoch:
         """Rank 0: wait until every member has received ``version`` or has failed. Raises TimeoutError, _Stopped."""
         key, members = _counter(version), self.group.world_size - 1
         until = time.monotonic() + self.timeout_s
+        # Adding 0 reads the counter.
         while (count := self._store.add(key, 0)) < members:
             wait([self._stopped], MEET_S)
             self.check()
@@ -277,6 +278,7 @@ class Sender:
         if epoch is None or epoch.group != group:
             if epoch is not None:
                 epoch.end(f"the next epoch is {group.epoch}")
+            # Rank 0 does not watch, so it needs no second connection.
             stores = self._store, self._store
             epoch = self._epoch = _Epoch(group, 0, stores, self.host, self._timeout_s)
         with epoch.ended_by_errors(version):

@@ -87,7 +87,7 @@ def _view(address: int, size: int) -> Tensor:
 
 @cache
 def _runtime() -> Any:
-    # torch has loaded it, so the loader returns that library.
+    # torch has loaded the CUDA runtime, so the loader returns that library.
     assert torch.version.cuda is not None
     library = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
     library.cudaGetErrorString.restype = ctypes.c_char_p

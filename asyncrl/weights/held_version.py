@@ -96,6 +96,7 @@ class HeldVersion:
         compare_checksums(found, self.manifest.buckets[bucket].checksum, version=self.version, index=bucket)
 
     def _descriptor(self, bucket: int) -> int:
+        """The descriptor of a bucket. Raises InvalidRequest, and VersionGone once closed."""
         if not self._finalizer.alive:
             raise VersionGone(self.version)
         if bucket >= len(self.descriptors):

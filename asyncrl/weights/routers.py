@@ -43,6 +43,7 @@ class Routers:
         self._balance: Callable[..., Any] | None = getattr(
             sys.modules[type(model).__module__], "load_balancing_loss_func", None
         )
+        """Load-balance loss in the model's module of transformers; None without one."""
         self.experts: Experts | None = None
         """The model's experts; None in a model without known routers."""
         if self._routers:
@@ -106,9 +107,10 @@ class Routers:
         return loss
 
     def take_differing(self) -> tuple[float, float]:
-        """Return how many recorded experts the routers would not have chosen, and how many were recorded; count anew.
+        """Return how many recorded experts the routers would not have chosen, and how many were recorded.
 
-        Counts all passes with routes since the last call. A pass that is computed again counts again.
+        Counts all passes with routes since the last call, and resets both counts. A pass that is computed again counts
+        again.
         """
         differing = sum(float(router.differing) for router in self._routers if router.differing is not None)
         total = sum(router.total for router in self._routers)
@@ -129,6 +131,7 @@ class _Router:
         """Recorded experts of each token: int64 [T, chosen]; None without."""
         self.follow = True
         self.counted: int | None = None
+        """As in ``Routers.replay``, like ``follow``."""
         self.own: Tensor | None = None
         """Experts that the router itself chose in the last pass: int64 [T, chosen]."""
         self.keeps_logits = False
@@ -137,12 +140,14 @@ class _Router:
         self.differing: Tensor | None = None
         """Number of recorded experts that the router did not choose itself; None before the first."""
         self.total = 0
+        """Number of recorded experts that were compared with the router's own choice."""
         self._choice = _Choice(self)
         self._forward: Callable[..., Any] = module.forward
         module.forward = self._route
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _route(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes the place of the module's forward: calls it while ``_choice`` takes its topk."""
         with self._choice:
             results = self._forward(*args, **kwargs)
         if self.keeps_logits:
@@ -150,12 +155,16 @@ class _Router:
         return results
 
     def choose(self, scores: Tensor, best: Any) -> Any:
-        """Return the scores and ids of the chosen experts, as torch.topk does. ``scores`` is [T, count]."""
+        """Return the scores and ids of the chosen experts, as torch.topk does.
+
+        ``scores`` is [T, count], ``best`` the result of the router's own topk.
+        """
         self.own = best.indices.detach()
         if self.replayed is None:
             return best
         if len(self.replayed) != len(scores):
             raise ValueError(f"routes of {len(self.replayed)} tokens for a row of {len(scores)}")
+        # Whether the router would have chosen each recorded expert: [T, chosen].
         known = (self.replayed[:, :, None] == self.own[:, None, :]).any(dim=-1)[: self.counted]
         differing = known.numel() - known.sum(dtype=torch.float64)
         self.differing = differing if self.differing is None else self.differing + differing
@@ -166,7 +175,7 @@ class _Router:
 
 
 class _Choice(TorchFunctionMode):
-    """Hands the ``topk`` over a router's experts to it. A ``topk`` over groups of experts has another shape."""
+    """Hands the ``topk`` over all experts to their router. A ``topk`` over groups of experts has another shape."""
 
     def __init__(self, router: _Router) -> None:
         super().__init__()

@@ -22,12 +22,14 @@ from asyncrl.core.errors import ConfigError
 from asyncrl.workers import isolation
 
 NOTICE = "isolation"
+"""Key of the notice that users' code is not isolated."""
 PROBE_S = 30.0
 """Longest time of the probe (s): to start Python and make a few system calls on a host that may be busy."""
 
 SECRET = re.compile(
     r"(?:.*_)?(?:API|ACCESS)?(?:KEY|TOKEN|PASSWORD|PASSWD|SECRET|CREDENTIAL)S?(?:_.*)?|.*APIKEY.*", re.IGNORECASE
 )
+"""Names that look as if their value were a secret."""
 LISTED = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "COLUMNS", "LINES", "LANG", "LANGUAGE", "LC_*", "TZ"),
     *("TMPDIR", "TMP", "TEMP", "XDG_*_HOME"),

@@ -33,15 +33,17 @@ CAPABILITY_VERSION = 0x20080522
 CHOWN, DAC_OVERRIDE, FOWNER, FSETID = 0, 1, 3, 4
 
 NOBODY = 65534
+"""User and group id without rights, for sandboxes."""
 SANDBOX_NAMESPACE = "ASYNCRL_SANDBOX_NAMESPACE"
 """Environment variable with the path of the user namespace for sandboxes, in an isolated process of root."""
 NOT_ISOLATED_EXIT = 122
+"""Exit code of a worker that cannot be isolated."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def obey(arguments: Sequence[str]) -> None:
-    """Isolate this process if its arguments name a run folder (WorkerProcess); end it if that fails."""
+    """Isolate this process if its ``arguments``, FD [RUN], name a run folder RUN; end it if that fails."""
     if len(arguments) > 1:
         try:
             isolate(private_folders(Path(arguments[1])))

@@ -191,6 +191,7 @@ def _signal_group(leader: int, number: signal.Signals) -> None:
 
 
 def _before_program() -> None:
+    """Prepare the program's process: it dies with the keeper, and is killed first when memory runs out."""
     die_with_parent(signal.SIGKILL)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")

@@ -68,11 +68,13 @@ class WorkerProcess:
         self._loop, self._socket, self.on_frame = asyncio.get_running_loop(), own_end, on_frame
         self._frames = FrameReader(max_frame_bytes)
         self._outgoing = memoryview(b"")
+        """Bytes that wait until the socket has room."""
         self._on_output, self._on_end = on_output, on_end
         self._memory_key, self._own_session = memory_key, own_session
         self._fault = ""
         """Reason that the process was killed; empty before that."""
         self.killed = False
+        """Whether ``kill`` was called."""
         self.exit_code: int | None = None
         """Exit code, negative for a signal; None until just before ``on_end`` is called."""
         self._worker_pid: int | None = None
@@ -220,9 +222,9 @@ class WorkerProcess:
     def _reap(self, kill_at: float, pause_s: float = REAP_INTERVAL_S, *, is_first: bool = True) -> None:
         """Once either side has closed the socket: reap the process if it has ended, else look again after ``pause_s``.
 
-        A process that still lives at ``kill_at`` (loop time, s) is killed: first through its warden if it has one, then
-        directly, again and again until it ends. A keeper, which has a session of its own, ends its own processes; every
-        other process has a warden.
+        A process that still lives at ``kill_at`` (loop time, s) is killed, repeatedly until it ends. The first kill
+        goes through its warden if it has one; later ones are direct. A keeper, which has a session of its own, ends its
+        own processes; every other process has a warden.
         """
         ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is not None:
@@ -289,7 +291,7 @@ def describe_exit(code: int, memory_key: str) -> str:
 
 
 class Output:
-    """Reads the output of a worker and its children, which never have to wait for the reader.
+    """Reads the output of a worker and its children, also beyond the limit, so that a full pipe does not stop them.
 
     Standard output and standard error are one pipe. ``write_fd`` is the end for the process. Invariant: the first
     ``limit`` bytes of each call are kept, in order. The rest is discarded unread and counted.

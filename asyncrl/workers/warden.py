@@ -31,6 +31,7 @@ END = signal.SIGRTMIN + 3
 END_S = 3.0
 """Longest wait for the end of killed processes (s)."""
 DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE)
+"""Signals that the warden ignores."""
 WAITED_FOR = (END, signal.SIGCHLD)
 
 

@@ -57,6 +57,7 @@ def begin(title: str) -> socket.socket:
 
 
 def _reset_forked_children(close: Callable[[], None]) -> None:
+    """In children that users' code forks, call ``close`` and restore the default action of the signals IGNORED."""
 
     def in_child() -> None:
         close()

@@ -6,8 +6,9 @@ that end.
 
 Invariant: until the pool ends, each place has a worker or a timer that starts one. The pool kills a worker with its
 descendants if it is not ready in time, holds too much memory or has a fault (``_find_fault``). After its start the pool
-fails as a whole in two cases: its owner gives it up, or every place fails to start a worker ``MAX_START_FAILURES``
-times in a row. Then ``watch`` raises the error. During the start one failure fails ``start``.
+fails as a whole if its owner gives it up. It also fails if every place has failed to start a worker
+``MAX_START_FAILURES`` times in a row. In both cases ``watch`` raises the error. During the start one failure fails
+``start``.
 """
 
 from __future__ import annotations
@@ -65,8 +66,11 @@ class Place:
     memory_limit: int = 0
     """Most memory of the process and its descendants together (bytes)."""
     failed_starts: int = 0
+    """Number of starts that failed in a row."""
     restart: asyncio.TimerHandle | None = None
+    """Timer of the next try to start a worker; None if none is due."""
     output_timer: asyncio.TimerHandle | None = None
+    """Timer that passes on the output; None while there is no new output."""
 
 
 @dataclass(slots=True)
@@ -93,6 +97,7 @@ class WorkerPool(Generic[P]):
     """
 
     owner: str
+    """Words for the pool's owner in errors, such as "the reward pool"."""
     section: str
     """Section of the configuration with the ``limits``."""
     module: str
@@ -222,6 +227,7 @@ class WorkerPool(Generic[P]):
         return ""
 
     def _failure(self, reason: str) -> AsyncRLError:
+        """Return the pool's own error for this reason."""
         raise NotImplementedError
 
     def _kill(self, place: P, reason: str) -> None:
@@ -229,6 +235,7 @@ class WorkerPool(Generic[P]):
         place.process.kill(reason)
 
     def _setup_of(self, place: P) -> bytes:
+        """Return the first frame for the worker of a place."""
         return self._setup
 
     # --- processes ---
@@ -237,6 +244,7 @@ class WorkerPool(Generic[P]):
         return [*self._places, *self._lone]
 
     def _add(self, place: P) -> None:
+        """Add a lone place, and start its worker."""
         self._lone.append(place)
         self._launch(place)
 
@@ -353,6 +361,7 @@ class WorkerPool(Generic[P]):
         self._check_timer = self._loop.call_later(self._look_s, self._check_workers)
 
     def _places_to_check(self) -> Iterable[P]:
+        """Return the places that one check looks at."""
         return self._all()
 
     # --- output ---
@@ -373,6 +382,7 @@ class WorkerPool(Generic[P]):
             self._observer.printed(self._uid(place), text, dropped)
 
     def _call_ended(self, place: P) -> None:
+        """Pass on the rest of a call's output, and begin a new output limit. The subclass calls this after a call."""
         if place.process is not None and place.process.output.used:
             place.process.output.drain()
             self._hand_out(place, place.process, end_of_call=True)

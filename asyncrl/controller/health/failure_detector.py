@@ -113,6 +113,7 @@ class FailureDetector:
         while True:
             await asyncio.sleep(self._supervision.heartbeat_s)
             now = self._controller.clock.now()
+            # A resting replica is stopped for a time (state/reserve.py), so it has no present status.
             resting = {actor.name for actor in self._run.resting}
             statuses = view_of(self._registry, self._run.expected - resting, now)
             self._check_hosts(now)

@@ -38,9 +38,11 @@ class KnownHosts:
     heartbeat_s: float
     frozen_s: float
     known: dict[str, MemberHost] = field(default_factory=dict)
+    """By agent: its host."""
     lost: dict[str, float] = field(default_factory=dict)
     """By agent of each lost host: the time of the loss (s)."""
     _known_since: dict[str, float] = field(default_factory=dict)
+    """By agent: the time at which this controller first knew of it (s)."""
 
     def register(self, record: ActorRecord, now: float) -> bool:
         """Store the host that an agent's record describes. Returns whether that is new; False for other actors."""
@@ -96,6 +98,7 @@ class KnownHosts:
         }
 
     def _add(self, agent: str, name: str, actors: Iterable[str], also: Iterable[str], now: float) -> bool:
+        """Store the host of an agent. Returns whether it is new or differs from the stored one."""
         host = MemberHost(agent=agent, host=name, actors=sorted(map(str, actors)), also=sorted(also))
         self._known_since.setdefault(agent, now)
         is_new = self.known.get(agent) != host

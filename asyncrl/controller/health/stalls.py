@@ -69,6 +69,7 @@ class StallReport:
     """A report on a stall."""
 
     number: int
+    """Place among all reports of this controller, from 1."""
     since: float
     """Monotonic time (s) at which the run last moved."""
     text: str
@@ -171,6 +172,7 @@ class StallDetector:
 
     @property
     def _ends_after_s(self) -> float:
+        """Time without movement after which a report ends the run (s); infinite if none does."""
         if self.config.policy == "report":
             return math.inf
         return self.config.stall_s + (0.0 if self.config.policy == "stop" else self.deadlines_s)
@@ -220,16 +222,19 @@ class StallDetector:
         return in_time
 
     def _budget_left_s(self, actor: ActorStatus) -> float:
+        """Seconds that are left of an actor's budget for its state; 0 or less without any."""
         if self._restarts[actor.name] > 1:
             return 0.0
         return self.config.budgets_s.get(actor.state, 0.0) - actor.state_s
 
     def _has_budget(self, actors: Mapping[str, ActorStatus]) -> bool:
+        """Whether any actor that is alive and not silent is within the budget of its state."""
         living = [actor for actor in actors.values() if not actor.ended and actor.silent_s < self._silent_after_s]
         return any(self._budget_left_s(actor) > 0.0 for actor in living)
 
     @property
     def _silent_after_s(self) -> float:
+        """Time without a message after which an actor counts as silent (s)."""
         return max(SILENT_SHARE * self.config.stall_s, 3 * self.interval_s)
 
 
@@ -301,6 +306,7 @@ def _wait_clause(wait: Wait) -> str:
 
 
 def _waits_for_others(actor: ActorStatus, actors: Mapping[str, ActorStatus]) -> bool:
+    """Whether a wait that is not idle is on another actor or on a role, and not on a part of the actor itself."""
     return any(not wait.idle and (wait.whom in actors or wait.whom in ROLES) for wait in actor.waits)
 
 

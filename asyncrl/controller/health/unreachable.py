@@ -3,12 +3,12 @@
 Each heartbeat names the actors that its sender cannot reach, and for how long. A *path* is a pair of actors: its *ends*
 are the one that reports and the one that it cannot reach. A path is broken if both ends are alive and ready and it was
 reported without a break for ``unreachable_s``. The end that is cut off from the larger share of the other end's role
-is restarted. If the shares are equal, it is the end that is cut off from more actors, else the one that ends first in a
-drain, so the learner last.
+is restarted. If the shares are equal, it is the end that is cut off from more actors. If these numbers are equal too,
+it is the end whose role ends first in a drain, so the learner last.
 
 To be *condemned* is to be killed and restarted by the node agent. Condemnations are counted here for each actor, since
 they may be too far apart for the agent's own count of restarts. ``action_after`` decides from the count when the actor
-has to rest and when the run fails.
+has to rest (state/reserve.py) and when the run fails.
 
 Invariants: an actor is never restarted for a path whose other end is not ready, was restarted, or was silent meanwhile.
 A replica that the run can spare is restarted once at most and then has to rest. Any other actor is restarted
@@ -78,7 +78,7 @@ class UnreachableActors:
     window_s: float
     """Time for which an actor must be ready and reachable until its condemnations are forgotten (s)."""
     _since: dict[tuple[str, int, str, int], float] = field(default_factory=dict)
-    """Time at which each path was first reported, by name and incarnation of both ends."""
+    """By name and incarnation of both ends: the time since which each path was reported without a break (s)."""
     _condemnations: dict[str, _Condemnations] = field(default_factory=dict)
 
     def condemnations(self, name: str) -> int:

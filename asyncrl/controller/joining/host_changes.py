@@ -1,8 +1,9 @@
 """Hosts that join and leave during the run: the controller's handlers around ``Membership``, which decides.
 
-Each change is *kept*, that is written to the run's private folder, before the controller sends it or answers the
-request. So a successor of the controller admits the same actors. An actor that was refused once does not connect again.
-So a joined actor and another one find each other only once both admit the other's keys.
+Each change makes a new revision of the members (``Members.number``). The change is *kept*, that is written to the run's
+private folder, before the controller sends it or answers the request. So a successor of the controller admits the same
+actors. An actor that was refused once does not connect again. So a joined actor and another one find each other only
+once both admit the other's keys.
 
 Fails with InvalidRequest for a request that cannot be met, and with NotKept if a change is not on disk in time.
 """
@@ -27,6 +28,7 @@ from asyncrl.rpc.parking_lot import ParkingLot
 MEMBERS_FILE = "members.json"
 """File in the run's private folder; absent until a host joins or leaves."""
 WRITE_AGAIN_S = 1.0
+"""Pause after a failed write of the file (s)."""
 
 
 class HostChanges:
@@ -37,11 +39,12 @@ class HostChanges:
         self._run_changed, self._now, self._log = changed, actor.clock.now, actor.log
         self._path = actor.context.run_dir / "private" / MEMBERS_FILE
         self.members = self._recall()
-        """Members that are kept, from which a successor continues and which are sent to actors."""
+        """The newest kept revision: it is sent to actors, and a successor continues from it."""
         episodes = actor.config.episode.kind != "single"
         self._membership = Membership(hosts.known, self.members, episodes=episodes)
         self._taken_in: dict[str, int] = {}
-        """Number of the members that each actor knows. A later incarnation learns them before it can be called."""
+        """By actor: the newest revision (``Members.number``) that it has admitted. A restart of the actor keeps this,
+        because its next incarnation admits the kept revision before it can be called."""
         self._changed = asyncio.Event()
         """Set when ``run`` may have something to decide, keep or send."""
         self._watchers = ParkingLot()
@@ -50,7 +53,10 @@ class HostChanges:
     # --- its life ---
 
     def _recall(self) -> Members:
-        """Restore the members that an earlier controller kept, if any, and their part in the run. Raises OSError."""
+        """Return the members that an earlier controller kept, or else revision 0 without hosts. Raises OSError.
+
+        Also adds the actors of joined hosts to the run's state, and removes those of hosts that leave or have left.
+        """
         try:
             members = msgspec.json.decode(self._path.read_bytes(), type=Members)
         except FileNotFoundError:
@@ -64,6 +70,7 @@ class HostChanges:
     async def run(self) -> None:
         """Let joined hosts serve or leave, and keep and send each change; until cancelled."""
         while True:
+            # Replicas that are stopped for a time because they could not be kept alive (state/reserve.py).
             resting = {each.name: each.reason for each in self._run.resting}
             for host in self._membership.judge(self._registry.ready(), resting, self._hosts.lost):
                 self._log.error("joined host does not serve, so it has to leave", host=host.host, reason=host.reason)
@@ -71,6 +78,7 @@ class HostChanges:
             for host in self._membership.members.at("lost", "left"):
                 # Its agent may have registered again, or the list of hosts of an earlier controller names it.
                 self._hosts.forget(host.agent)
+            # Each change makes a new ``Members`` object, so any other object than the kept one is a new revision.
             if self._membership.members is not self.members:
                 await self._keep_and_send()
             await self._changed.wait()
@@ -102,21 +110,25 @@ class HostChanges:
         return frozenset(name for host in self._membership.members.at("joining") for name in host.actors)
 
     def can_spare(self, name: str) -> bool:
-        """Whether the run does not count on an actor or agent: its joined host does not serve so far, or leaves."""
+        """Whether the run does not count on an actor or agent: its host does not serve so far, leaves or has left.
+
+        The run does not count on a joined replica either while that has never been ready.
+        """
         hosts = [host for host in self._membership.members.hosts if name in host.names]
         return any(host.stage != "serving" for host in hosts) or name in self._run.on_trial
 
     # --- events of the run ---
 
     def taken_in(self, name: str, number: int) -> bool:
-        """Note that an actor knows the members of this number. Returns whether that is new."""
+        """Note that an actor has admitted the revision ``number`` of the members. Returns whether that is new."""
         known, self._taken_in[name] = self._taken_in.get(name, 0), number
         return number > known
 
     def know_each_other(self, one: str, other: str) -> bool:
-        """Whether two actors admit each other's keys: always, unless the host of one has joined or leaves.
+        """Whether each of two actors is known to admit the key of the other.
 
-        Then both must know the newest members, so after another change the two wait for their next WatchRun.
+        True at once if neither host has joined, leaves or has left. Otherwise both actors must have admitted the newest
+        kept revision, which each reports with its next WatchRun.
         """
         concerned = any(one in host.actors or other in host.actors for host in self.members.hosts)
         number = self.members.number if concerned else 0
@@ -165,7 +177,7 @@ class HostChanges:
 
     @handler
     async def watch_members(self, request: WatchMembers, caller: Caller) -> Members:
-        """Answer with the kept members. Parks while the caller has the same number of members."""
+        """Answer with the kept members. Parks while the caller has the same revision of the members."""
 
         def news() -> Members | None:
             return self.members if self.members.number != request.seen else None
@@ -175,13 +187,15 @@ class HostChanges:
     # --- private ---
 
     async def _until_kept(self, park_s: float) -> None:
-        """Wait until the present members are on disk. Raises NotKept after ``park_s``."""
+        """Wait until the present revision of the members is on disk. Raises NotKept after ``park_s`` seconds."""
         self._changed.set()
         number = self._membership.members.number
+        # ``or None``: the call waits on until the answer is not None.
         if not await self._watchers.until(lambda: self.members.number >= number or None, park_s):
             raise NotKept(str(self._path))
 
     def _check_run(self, what: str) -> None:
+        """Raise InvalidRequest, with the verb ``what``, unless the run is starting or running."""
         if self._run.phase not in ("starting", "running"):
             state = "being preempted" if self._run.phase == "preempting" else "ending"
             raise InvalidRequest(f"no host can {what} any more: the run is {state}")

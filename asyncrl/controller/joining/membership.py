@@ -8,8 +8,8 @@ Only hosts whose actors are all rollouters and episode hosts join or leave. Inva
 host that serves leaves on request only while another host has a rollouter that serves. An actor that has left is dead
 for good. A host whose agent has never registered is not ``leaving``, but has left at once.
 
-The state is a ``Members`` message, which every actor gets and a successor of the controller reads. Each change
-increases its number. Fails with InvalidRequest, which says what cannot be done and why.
+The state is a ``Members`` message, which every actor gets and a successor of the controller reads. Each change makes a
+new one, with the next number as its revision. Fails with InvalidRequest, which says what cannot be done and why.
 """
 
 from __future__ import annotations
@@ -74,8 +74,9 @@ class Membership:
     def judge(self, ready: Collection[str], resting: Mapping[str, str], lost: Collection[str] = ()) -> list[MemberHost]:
         """Let each joined host serve that has a ``ready`` rollouter, and let those go that cannot serve any more.
 
-        ``resting`` has the reason of each replica that rests. A rollouter needs the episode host with its number, so it
-        cannot serve if either rests. ``lost`` are the agents of lost hosts. Returns the hosts that have to leave now.
+        ``resting`` has the reason of each replica that is stopped for a time, because it could not be kept alive. A
+        rollouter needs the episode host with its number, so it cannot serve if either rests. ``lost`` are the agents of
+        lost hosts; a leaving host among these becomes ``lost``. Returns the hosts that have to leave now.
         """
         dismissed = []
         for host in self.members.at("joining"):
@@ -161,5 +162,6 @@ def _number(name: str) -> str:
 
 
 def _next_index(names: Iterable[str], *roles: str) -> int:
+    """Return the index above the largest one that any of ``roles`` has among ``names``; 0 without any."""
     parts = (name.partition("/") for name in names)
     return max((int(index) for role, _, index in parts if role in roles and index.isdecimal()), default=-1) + 1

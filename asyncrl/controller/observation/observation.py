@@ -33,7 +33,7 @@ LAST_WRITE_S = 0.5
 
 
 def _newest_attempt(run_dir: Path) -> int:
-    """Number of the newest folder of logs; older ones may have been removed."""
+    """Number of the newest attempt of the run, from its folder of logs; older folders may have been removed."""
     numbers = (path.name.rpartition("_")[2] for path in run_dir.glob("logs/attempt_*"))
     return max((int(number) for number in numbers if number.isdecimal()), default=0)
 
@@ -62,7 +62,7 @@ class Observation:
         self._own_heartbeat: Heartbeat | None = None
         """Newest heartbeat of the controller itself, which is gathered here and not sent."""
         self._own_event = 0
-        """Number of the controller's newest event that was added to ``events``."""
+        """``Event.number`` of the controller's newest event that was added to ``events``."""
         self.disk_free: int | None = None
         """Free bytes on the disk of the run folder; None if unknown."""
         self._logs_lost = 0
@@ -94,7 +94,7 @@ class Observation:
         self.events.add(self._controller.clock.wall(), level, actor, text)
 
     def add_events(self, entry: Entry) -> None:
-        """Add those events of an actor's last heartbeat that are new, also to a restarted controller."""
+        """Add the new events of an actor's last heartbeat: those that neither this nor an earlier controller has."""
         for event in entry.heartbeat.events if entry.heartbeat is not None else ():
             if event.number > entry.event:
                 entry.event = event.number

@@ -93,6 +93,7 @@ class RecentMetrics:
             case "update":
                 self.updates.append(line)
             case "eval":
+                # The keys are eval/NAME/..., with one NAME in a line.
                 names = {key.split("/")[1] for key in line if key.startswith("eval/") and key.count("/") > 1}
                 name = min(names, default="")
                 if name in self.evals or len(self.evals) < MOST_EVALS:
@@ -133,7 +134,7 @@ class RecentEvents:
         self.kept.append(Event(number=self._number, wall=wall, level=level, actor=actor, text=text[:LONGEST_TEXT]))
 
     def recall(self, earlier: Iterable[Event]) -> None:
-        """Put the events of an earlier controller before the present ones, and number all of them anew."""
+        """Put the events of an earlier controller before the present ones, and number all of them again."""
         present = list(self.kept)
         self.kept.clear()
         for event in (*earlier, *present):

@@ -19,6 +19,7 @@ from asyncrl.rpc.parking_lot import ParkingLot
 
 DROPPED, RESTARTS = "sinks/dropped", "sinks/restarts"
 ROOM = 4000
+"""Most lines that are queued. Lines of weight updates may fill only half of it (``room_for``)."""
 AT_ONCE = 100
 """Most lines of one answer."""
 
@@ -79,6 +80,7 @@ class SinksFeed:
         if caller.incarnation > self._asker_incarnation:
             self._counters[RESTARTS] += self._asker_incarnation > 0
             self._asker_incarnation = caller.incarnation
+        # Number of the line before the oldest one that is queued.
         number_before = self._last - len(self._lines)
         # A number from an earlier controller is smaller than all numbers here, so the range is empty.
         for _ in range(min(len(self._lines), request.line - number_before)):

@@ -44,8 +44,8 @@ SNAPSHOT_S = 0.5
 WATCHED_S = 15.0
 """Time after the last request of any viewer in which the run counts as watched (s)."""
 LARGEST_STEP = 1 << 20
-"""Largest random step from one snapshot's number to the next. A restarted controller begins two years of steps
-higher."""
+"""Largest random step from one snapshot's number to the next. A restarted controller begins at a number that such steps
+reach only after two years."""
 ACTORS_AT_ONCE = 64
 """Number of actors whose views are built before the event loop runs other tasks."""
 SILENT_BEATS = 4
@@ -190,7 +190,7 @@ class Snapshots:
     async def build(self) -> Snapshot:
         """Build a snapshot of the present state, and let other tasks run after every ACTORS_AT_ONCE actors.
 
-        A resting replica has the condition "resting" in place of its own.
+        A resting replica, stopped for a time (state/reserve.py), has the condition "resting" in place of its own.
         """
         actor, run, past, config = self._controller, self._run, self._observation, self._controller.config
         now, wall, heartbeat_s = self._now(), actor.clock.wall(), config.supervision.heartbeat_s

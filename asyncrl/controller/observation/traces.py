@@ -110,7 +110,10 @@ def _is_numbered(path: Path) -> bool:
 
 
 class _Collection:
-    """A trace that is being collected: its file, and the actors that still have to send spans (``waiting``)."""
+    """A trace that is being collected: its file, and the actors that still have to send spans (``waiting``).
+
+    ``number`` is the id of its request; 0 for the last trace. ``pids`` are the process numbers of actors in all files.
+    """
 
     def __init__(self, number: int, run_dir: Path, run: str, pids: dict[str, int]) -> None:
         self.number = number
@@ -190,23 +193,23 @@ class Traces:
         self._pids = {name: pid for pid, name in enumerate(controller.config.actors, 1)}
         """Process number of each actor in all files: first those of the start, then others as they come."""
         self._number = numbers_begin_above(controller.context.incarnation)
-        """Number of the newest requested trace."""
+        """Id of the newest requested trace, as in RunState.trace; not the number in the name of its file."""
         self._wanted: _Collection | None = None
         """The requested trace whose spans are being collected."""
         self._writing: asyncio.Task[TraceWritten] | None = None
         """Task that collects and writes the newest requested trace."""
         self._last_outcome: tuple[float, TraceWritten] | None = None
-        """Time at which the last requested trace ended (s), and its outcome."""
+        """Time at which the previous requested trace ended (s), and its outcome; None before the first."""
         self._kept: deque[Path] = deque()
         """Files of requested traces, the oldest first."""
         self._last_trace: _Collection | None = None
-        """The last trace, with the spans of actors that have ended; None before the first."""
+        """The last trace, with the spans of actors that have ended; None before any such spans have come."""
 
     @handler
     async def write(self, request: RequestTrace, caller: Caller) -> TraceWritten:
         """Write a trace. If one is being written, wait for that one.
 
-        Answers with a refusal within PAUSE_S after the end of the last one, or if the run keeps no timeline.
+        Answers with a refusal within PAUSE_S after the end of the previous one, or if the run keeps no timeline.
         """
         if not self._controller.trace.on:
             return TraceWritten(path="", error="the run keeps no timeline (trace.window_s = 0)")

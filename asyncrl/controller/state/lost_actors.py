@@ -22,7 +22,7 @@ class LostActors:
     grace_s: float
     min_replicas: int
     hosts: dict[str, list[str]] = field(default_factory=dict)
-    """By name of each lost host: its actors."""
+    """By lost host, as NAME (agent/N): its actors."""
     since: dict[str, tuple[float, str]] = field(default_factory=dict)
     """By actor: the time of the loss (s), and the host."""
 

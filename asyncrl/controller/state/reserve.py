@@ -105,8 +105,7 @@ class Reserve:
         """Let one replica rest. ``incarnation`` is the one whose end is the cause; 0 if there is another cause.
 
         The rest doubles if the replica was back for less than its last rest. Returns False if the replica is resting
-        already, or has rested because this incarnation ended. In the first case only the incarnation is
-        noted.
+        already, or has rested because this incarnation ended. In the first case only the incarnation is noted.
         """
         last = self._last_rests.get(name)
         if name in self.resting:
@@ -177,6 +176,7 @@ class RestNotices:
 
 
 def _described(how: str, resting: Mapping[str, PresentRest]) -> str:
+    """Text that continues a reason: ``how``, then each of these replicas with its own reason; empty without any."""
     each = ", ".join(f"{name} ({resting[name].reason})" for name in sorted(resting))
     return f"; {how}: {each}" if each else ""
 

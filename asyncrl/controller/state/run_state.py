@@ -73,9 +73,11 @@ class RunStateMachine:
     """First rest of a replica (s)."""
     phase: RunPhase = "starting"
     drain: int = 0
+    """Present drain rank; 0 before the run drains."""
     number: int = 0
+    """Revision of the state: each change has the next one."""
     matters: int = 0
-    """Number of the newest change that matters to actors. During the start, changes of the actors that are not ready
+    """Revision of the newest change that matters to actors. During the start, changes of the actors that are not ready
     do not: only the launcher shows them."""
     checkpoint: int = -1
     """Version of the newest complete checkpoint; -1 for none."""
@@ -85,9 +87,9 @@ class RunStateMachine:
     stuck: list[Stuck] = field(default_factory=list)
     """Actors whose stacks their agents take."""
     trace: int = 0
-    """Number of the trace for which actors send their spans now; 0 for none."""
+    """Id of the trace for which actors send their spans now; 0 for none."""
     members: int = 0
-    """Number of the newest Members message."""
+    """Revision (``Members.number``) of the newest members that are kept (joining/host_changes.py)."""
     leaving: list[Leaving] = field(default_factory=list)
     """Agents and actors that have to leave the run."""
     generations: dict[str, int] = field(default_factory=dict)
@@ -297,13 +299,14 @@ class RunStateMachine:
         return True
 
     def set_members(self, members: Members) -> bool:
-        """Set the number of the newest members, and the agents and actors that have to leave.
+        """Set the revision of the newest members, and the agents and actors that have to leave.
 
         A lost host that leaves is removed in the same step, because it would be reported as back otherwise.
         """
         if members.number == self.members:
             return False
         self.members, self.leaving = members.number, members.leaving
+        # Names of lost hosts end in their agents: NAME (agent/N).
         agents = tuple(f"({each.name})" for each in self.leaving)
         self.lost.hosts = {host: lost for host, lost in self.lost.hosts.items() if not host.endswith(agents)}
         return self._changed()
@@ -316,7 +319,7 @@ class RunStateMachine:
         return self._changed()
 
     def want_trace(self, number: int) -> bool:
-        """Ask every actor for its spans under this number; 0 for no more."""
+        """Ask every actor for its spans, for the trace with this id; 0 withdraws the request."""
         if number == self.trace:
             return False
         self.trace = number
@@ -430,8 +433,8 @@ class RunStateMachine:
     def let_rest(self, names: Sequence[str], incarnation: int, reason: str, log: str, now: float) -> bool:
         """Let replicas rest, so that their agents end them. If too few are left, fails the run unless it is preempted.
 
-        The outcome blames the first of them. Skips those that rest already, or have because this ``incarnation`` ended;
-        it is 0 if no end of a process is the cause.
+        A failure blames the first of them. Skips those that rest already, or have rested because this ``incarnation``
+        ended. ``incarnation`` is 0 if no end of a process is the cause.
         """
         resting_before = dict(self._reserve.resting)
         # sum(), because any() would stop at the first replica.

@@ -1,1 +1,1 @@
-"""Environments of other packages as ``episode.env``: one module a package, each an extra of asyncrl of its name."""
+"""Environments of other packages as ``episode.env``: a module for each, which needs asyncrl's extra of that name."""

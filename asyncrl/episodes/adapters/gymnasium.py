@@ -2,9 +2,9 @@
 
 episode.options: ``env_id`` (FrozenLake-v1), ``actions``, ``prompt``, and arguments of gymnasium.make. ``actions[i]``
 names the i-th action, counted from the first of the space; by default each is its number. ``prompt`` is the text before
-the first observation; by default that of the row, whose messages begin the conversation. The last action that a message
-names is taken; a message without one costs a turn. Each step's reward is that of its turn. An observation without a
-text picture is shown as JSON. Source: gymnasium 1.4.
+the first observation; by default the row's messages come before it. The last action that a message names is taken; a
+message without one costs a turn. Each step's reward is that of its turn. An observation without a text picture is shown
+as JSON. Source: gymnasium 1.4.
 """
 
 from __future__ import annotations
@@ -68,5 +68,6 @@ class Gymnasium:
         self._env.close()
 
     def _shown(self, observation: Any) -> str:
+        """Return the environment's picture as text, or without one the observation."""
         picture = self._env.render() if self._env.render_mode == "ansi" else None
         return picture if isinstance(picture, str) else result_text(observation)

@@ -1,9 +1,9 @@
 """Environments of SkyRL-gym: env = "asyncrl.episodes.adapters.skyrl_gym:SkyRLGym".
 
-episode.options: ``env_id`` (gsm8k), ``config`` (the environment's own settings), ``max_turns``. The row is the
-environment's extras, as ``reward_spec`` with ``ground_truth``. A column ``prompt`` that holds messages begins the
-conversation, else the row's prompt does; data.system goes in front of the row's prompt alone. Each step's reward is
-that of its turn. Source: skyrl-gym 0.4.
+episode.options: ``env_id`` (gsm8k), ``config`` (the environment's own settings), ``max_turns``. The row's columns are
+the environment's extras, for example ``reward_spec`` with ``ground_truth``. A column ``prompt`` that holds messages
+begins the conversation, else the row's prompt does; data.system goes in front of the row's prompt alone. Each step's
+reward is that of its turn. Source: skyrl-gym 0.4.
 """
 
 from __future__ import annotations

@@ -44,6 +44,7 @@ class TextArena:
             return "", float(rewards[0]), True
 
     def _new_text(self) -> str:
+        """Return the game's text since the last call, without the player's own moves."""
         _, observed = self._game.get_observation()
         own = textarena.ObservationType.PLAYER_ACTION
         return "\n".join(text for _, text, kind in observed if kind != own)

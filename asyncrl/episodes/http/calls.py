@@ -2,8 +2,8 @@
 
 A listener of a call is a request that waits for it. If the last listener's connection breaks, the call continues for
 ``Patience.grace_s``, in which a marked retry may join it. Then it is cancelled, which keeps its sampled tokens; a later
-retry makes the same call and continues them. Outcomes are kept for ``Patience.kept_s`` and answer retries too. The task
-``watch`` cancels and forgets calls.
+retry makes the same call and continues them. Outcomes are kept for ``Patience.kept_s`` and answer retries too.
+``PolicyCalls.cancel_abandoned`` cancels and forgets calls.
 
 Invariant: a request without the mark of a retry (endpoint.py) is a new sample, even if its body was seen before. A
 marked retry gets a kept call of the same request, or a new call without one. The first choice is the oldest call that
@@ -34,7 +34,7 @@ Outcome = Sequence[ChatReply] | Exception
 MOST_OPEN = 1024
 """Most calls of a session that may be open at a time."""
 WATCH_SHARE = 0.25
-"""Pause between two checks of ``watch``, as a share of the shorter of ``grace_s`` and ``kept_s``."""
+"""Pause between two checks of ``cancel_abandoned``, as a share of the shorter of ``grace_s`` and ``kept_s``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +176,7 @@ class PolicyCalls:
         self._books: dict[str, CallBook] = {}
         """Calls of each session, by its key."""
         self._tasks: dict[Call, asyncio.Task[None]] = {}
+        """By running call: the task that asks the policy."""
         self._closed = False
         """Whether ``close`` was called: a cancelled call then does not start again."""
 

@@ -166,6 +166,7 @@ CONSTRAINTS = {
     "parallel_tool_calls": Field("relaxed", neutral=(True,)),
 }
 OURS = dict.fromkeys(("model", "stream", "tools", "chat_template_kwargs"), HONOURED)
+"""Fields that all dialects take."""
 CHAT_COMPLETIONS = {
     **OURS,
     **SAMPLING,

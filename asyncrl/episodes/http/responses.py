@@ -112,6 +112,7 @@ class ResponseEvents:
         return self._event("error", code=failure.code, message=failure.message, param=failure.param, error=error)
 
     def _begin(self) -> bytes:
+        """Return the first events of the stream, at the first call; then nothing."""
         if self._begun:
             return b""
         self._begun = True
@@ -120,6 +121,7 @@ class ResponseEvents:
         return b"".join(self._event(kind, response=response) for kind in kinds)
 
     def _begin_message(self, at: int) -> bytes:
+        """Return the events that announce the message at index ``at`` of the output; nothing after the first call."""
         if self._message_begun:
             return b""
         self._message_begun = True
@@ -173,6 +175,7 @@ class ResponseEvents:
         )
 
     def _place(self, at: int) -> Body:
+        """Return the fields that name the message at index ``at`` of the output."""
         return {"item_id": f"msg_{self._stamp.number}", "output_index": at}
 
     def _added(self, at: int, item: Body) -> bytes:

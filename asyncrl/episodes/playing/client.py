@@ -44,6 +44,7 @@ class Task:
     uid: str
     """Uid of the prompt."""
     sample: int
+    """Number of the sample within the group of its prompt, from 0."""
     attempt: int
     """Number of the attempt at this sample, from 0."""
     purpose: str = "train"

@@ -2,7 +2,7 @@
 
 The host sends EpisodeSetup and the worker Ready (workers/user_code.py). Then each Play is answered by one Ended, in any
 order. In between the worker sends the episode's calls (Asked) and rewards (Rewarded). Alive shows that its event loop
-runs.
+runs. ``session`` is the key of an episode's session, and ``call`` the name of a call within the session.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class GaveUp(msgspec.Struct, frozen=True, array_like=True, tag="gave_up"):
 
 
 class Rewarded(msgspec.Struct, frozen=True, array_like=True, tag="rewarded"):
-    """The user's code gives a turn the reward ``value``; ``node`` is the number of the turn's answer."""
+    """The user's code gives a turn the reward ``value``; ``node`` is the number of its answer, None for the newest."""
 
     session: str
     node: int | None

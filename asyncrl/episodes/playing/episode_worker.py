@@ -2,7 +2,8 @@
 
 Runs many episodes at a time as tasks of one event loop; plain code runs in threads. Invariant: errors, output and tasks
 of an episode stay its own. The worker cancels the tasks that an episode leaves behind, and reports to the host how many
-ignore it. A worker ends with the socket FD or with its parent.
+ignore it. A worker ends when the host closes the socket FD, or when its parent process dies. With RUN_DIR, the folder
+of the run, it isolates itself (workers/isolation.py).
 
 Output is separated by a context variable, which tasks and threads of an episode inherit. Other output (of programs, of
 code in other languages, at import) is the worker's own. The first ``max_output_bytes`` of an episode's output are kept.
@@ -177,6 +178,7 @@ class PlayedEpisode:
 
 
 _session: ContextVar[PlayedEpisode | None] = ContextVar("session", default=None)
+"""The episode whose code runs; None outside of episodes."""
 
 
 class EpisodeWorker:
@@ -344,6 +346,7 @@ def _owned_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **kwargs: Any) 
 
 
 def _denial(message: frames.Denied) -> Exception:
+    """Make the exception that the call of the policy raises in the user's code."""
     if message.over:
         return EpisodeOver(message.reason)
     return ChatRefused(message.field, message.reason) if message.field else ConnectionError(message.reason)
@@ -361,7 +364,7 @@ async def serve(connection: socket.socket) -> None:
         return
 
     def note(tool: str, error: Exception | None, mistaken: bool) -> None:
-        """Report a tool call of the episode whose code runs. Without an episode there is no call, and no ``worker``."""
+        """Report a tool call of the episode whose code runs. ``worker`` is made below, before the first episode."""
         if (session := _session.get()) is not None:
             error_and_kind = ("", "") if error is None else (describe(error), kind_of(error))
             worker.send_soon(frames.Noted(session.key, tool, *error_and_kind, mistaken))
@@ -396,6 +399,7 @@ def main() -> None:
         with contextlib.suppress(ConnectionError):
             asyncio.run(serve(connection))
     except OSError:
+        # The user's code has closed the socket.
         end(NO_SOCKET_EXIT)
     # Threads of the user's code may never end.
     os._exit(0)

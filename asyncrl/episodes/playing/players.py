@@ -38,6 +38,7 @@ OPTIONS = "episode.options"
 Player = Callable[[Task, Client], Awaitable[Any]]
 """Plays a task; returns the reward."""
 GIVEN = ("task", "client")
+"""Arguments that a user's function receives if its signature names them."""
 MOST_THREADS = 1024
 """Most calls of plain code that run at a time in a worker; further ones wait."""
 _threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="episode")
@@ -172,7 +173,7 @@ def _messages(value: Any, method: str) -> list[Mapping[str, Any]]:
         return []
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
-    # None fails the check below: a value of any other type is refused.
+    # [None] fails the check below, so that a value of any other type is refused.
     messages: list[Any] = [None]
     if isinstance(value, Mapping):
         messages = [value]
@@ -198,7 +199,7 @@ async def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     if is_async(function):
         return await function(*args, **kwargs)
-    # The thread's output belongs to this episode.
+    # In a copy of the context, the thread's output belongs to this episode (``current`` of episode_worker.py).
     context, loop = contextvars.copy_context(), asyncio.get_running_loop()
     running = loop.run_in_executor(_threads, lambda: context.run(function, *args, **kwargs))
     try:
@@ -283,10 +284,12 @@ def result_text(value: Any) -> str:
 
 
 def _to_plain(value: Any, bytes_mode: Literal["utf8", "base64"]) -> Any:
+    """Convert a value to the types of JSON. "utf8" raises UnicodeDecodeError for bytes that are not UTF-8."""
     return to_jsonable_python(value, fallback=_plain_value, bytes_mode=bytes_mode, inf_nan_mode="constants")
 
 
 def _escape_bytes(value: Any) -> Any:
+    """Decode bytes in dicts, lists and tuples, at any depth; escapes replace bytes that are not UTF-8."""
     if isinstance(value, bytes | bytearray):
         return value.decode(errors="backslashreplace")
     if isinstance(value, dict):

@@ -1,1 +1,1 @@
-"""The checks before a start. Each host runs the same list for its part of the run, within seconds."""
+"""The checks before a start. Each host runs the same list for its part of the run."""

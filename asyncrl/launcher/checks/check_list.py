@@ -1,8 +1,9 @@
 """The list of checks, and the function that runs it on one host.
 
 ``asyncrl-launch`` runs the list on every host before a start; errors prevent the start, and warnings are printed.
-``asyncrl-doctor`` runs the same list and adds the checks that compare hosts (hosts/between_hosts.py). No check imports
-torch or starts an actor. The user's files and code are read and called in processes of their own, under deadlines.
+``asyncrl-doctor`` runs the same list and adds the checks that compare hosts (hosts/between_hosts.py). No check starts
+an actor, or imports torch in this process. The user's data and code are read and called in processes of their own,
+under deadlines.
 
 A check gets a CheckedHost and returns findings (findings.py), none if the host has nothing to check.
 """
@@ -62,6 +63,7 @@ BUSY_SHARE = 0.05
 """Share of a GPU's memory from which on other processes count as using it."""
 METRICS = "metrics.jsonl"
 LAST_STEPS = 20
+"""Newest steps of a resumed run whose median duration counts in ``check_grace``."""
 
 
 @dataclass(kw_only=True)
@@ -318,7 +320,7 @@ ORDER = (
 )
 """Names of all checks, in the order in which findings are shown.
 
-Only asyncrl-doctor makes findings of the checks that compare hosts, and searches for leftovers.
+Only asyncrl-doctor makes findings of the checks that compare hosts, except "identity", and searches for leftovers.
 """
 CHECKS: Sequence[Callable[[CheckedHost], Awaitable[Iterable[Finding | None]]]] = (
     *(_sharing, _nccl, _ports, _hub, _model, _inputs, _reward, _algorithm, _curriculum, _learning, _episode),
@@ -333,6 +335,6 @@ async def check_host(host: CheckedHost) -> list[Finding]:
 
 
 def in_order(findings: Iterable[Finding], hosts: Sequence[str]) -> list[Finding]:
-    """Sort findings: first those that concern all hosts together, then host by host. Each part is in ORDER."""
+    """Sort findings: first those on all hosts together, then host by host as in ``hosts``. Each part is in ORDER."""
     places = {name: number for number, name in enumerate(("", *hosts))}
     return sorted(findings, key=lambda finding: (places[finding.host], ORDER.index(finding.check)))

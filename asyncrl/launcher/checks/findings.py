@@ -57,8 +57,11 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
 
     key: str
     asked: str
+    """The name as the configuration has it, for messages."""
     revision: str
+    """Branch, tag or commit in ``asked``; "main" by default."""
     name: str
+    """The name with the commit in place of the revision."""
     files: dict[str, int]
     """Size of each file that the run needs (bytes)."""
 
@@ -79,7 +82,7 @@ class UserOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckOrder(UserOrder, frozen=True, kw_only=True, tag="check"):
-    """Message to a host: run the list of checks (check_list.py) for the actors that the run places on you."""
+    """Asks a host to run the list of checks (check_list.py) for the actors that the run places there."""
 
     config: str = ""
     """The resolved configuration (JSON); empty if asyncrl-doctor has none."""
@@ -90,6 +93,7 @@ class CheckOrder(UserOrder, frozen=True, kw_only=True, tag="check"):
     """Path of the run folder, which may not exist yet."""
     is_head: bool
     several: bool
+    """Whether the run has several hosts."""
     known: KnownPrompts | None = None
     """Training prompts of the run that is resumed; None for a new run."""
     resumed: str = ""
@@ -97,7 +101,7 @@ class CheckOrder(UserOrder, frozen=True, kw_only=True, tag="check"):
     pins: list[Pin] = msgspec.field(default_factory=list)
     """The names of the hub whose files this host needs."""
     shared_gpus: dict[str, str] = msgspec.field(default_factory=dict)
-    """GPUs of this host that a rank of the learner and an engine share, each with their names."""
+    """Names of the rank of the learner and the engine that share a GPU, in one text, by GPU of this host."""
 
 
 class FetchOrder(UserOrder, frozen=True, kw_only=True, tag="fetch"):

@@ -1,14 +1,14 @@
 """Pins the names of the Hugging Face hub in a configuration to commits, and downloads the files of these commits.
 
 The launcher pins each name once. Then every host downloads the files that it lacks to its own cache. Models come
-without weights that are not read. Of a data set, only the chosen files are downloaded.
+without weights that are not read, and data sets with the chosen files alone.
 
 ``huggingface_hub`` imports slowly, starts threads and cannot be cancelled. So it runs in a process of its own
 (process.py), with HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE and HF_TOKEN. If the hub cannot be reached, names are looked up
 in the cache of this host.
 
-Every failure becomes a problem for the user, which names the key and the way to use a folder. No problem shows a token:
-it has no text of an answer and no address, only the host of the hub.
+Every failure of ``pin`` and ``fetch`` becomes a finding, which names the key and what to do. No finding shows a token:
+its reason has no text of an answer and no address, only the host of the hub.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ FETCH = "asyncrl.launcher.checks.hub:fetch_here"
 LOOK_UP_S = 10.0
 """Deadline of a request for the files of a repository."""
 PIN_S = 120.0
+"""Deadline of the process that pins names."""
 HUB = "https://huggingface.co"
 CONVERSATIONS = "sft.data"
 QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
@@ -75,6 +76,7 @@ async def pin(config: Config, keys: Collection[str] | None = None) -> Pins:
 
 async def fetch(order: FetchOrder) -> Fetched:
     """Download the files that this host lacks, in a process. Never raises."""
+    # ``fetch_here`` refuses a name that is a path on this host.
     pins = [pin for pin in order.pins if missing_bytes(pin) or is_path(pin)]
     if not pins:
         return Fetched()
@@ -250,7 +252,7 @@ def push(folder: Path, repo: str, *, is_private: bool, message: str) -> str:
 
 
 def reason_of(name: HubName, error: Exception) -> tuple[str, bool]:
-    """Return why the hub gives no files, and whether it cannot be reached at all."""
+    """Return why the hub gives no files, and whether the hub is away: out of reach, or with an answer from 500 on."""
     if isinstance(error, ImportError):
         return "needs huggingface_hub: pip install 'asyncrl[train]'", False
     from huggingface_hub import errors

@@ -4,7 +4,7 @@ A *set* is the training prompts (``data``) or the prompts of one evaluation (``e
 rows of ``sft.data``.
 
 A tokenizer may bring its own code, and libraries that read rows import slowly or crash on a broken file. So a process
-of its own reads them (process.py) under a deadline. It answers with findings, and with sample rows on which the reward
+of its own loads both (process.py) under a deadline. It answers with findings, and with sample rows on which the reward
 function is tried. A chat template is a program too and may hang. So a thread checks it under a deadline, and the
 process ends without waiting for the thread.
 """
@@ -47,11 +47,13 @@ READ_S = 45.0
 SETS_S = 5.0
 """Longest time for all sets (s), enough to read and tokenize two hundred thousand short rows."""
 TOKENIZED_AT_ONCE = 100
+"""Prompts that are tokenized between two looks at the clock."""
 CHEAP_ROWS = 10_000
 """Synthetic sets of so few rows need no process of their own."""
 SAMPLES = 3
 """Training rows on which the reward function is tried; each evaluation adds one."""
 LOOKED_AT = 1000
+"""Rows at the start of a set in which ``first_rows`` looks for usable ones."""
 SHOWN_START, SHOWN_END = 300, 120
 """Characters at the start and at the end of a prompt that a finding shows."""
 MODEL = "model.path"
@@ -92,12 +94,12 @@ async def check_inputs(
     ``with_rows`` adds each set of prompts, for the host of the dataloader. A finding then fails if the training prompts
     differ from ``known``, those of the run that is resumed. ``for_learner`` adds the conversations and the scoring
     models, for the learner's rank 0. A process of its own runs the checks, unless they need only asyncrl's own code and
-    few rows. It is killed after ``limit_s``, which gives a warning, because the run itself waits longer.
+    few rows. The process is killed after ``limit_s`` (with episodes, plus chat.check_timeout_s). That gives a warning,
+    because the run itself waits longer.
     """
     sets = config.prompt_sets if with_rows else {}
     synthetic = all(data.source == "synthetic" and data.size <= CHEAP_ROWS for data in sets.values())
     if not for_learner and config.model.path is None and synthetic:
-        # Only asyncrl's own code and few rows: this needs no process of its own.
         return read_inputs(config, with_rows=with_rows, for_learner=False, known=known)
     keys = [MODEL] * (config.model.path is not None) + list(sets)
     keys += [CONVERSATIONS] * (for_learner and config.sft.data is not None)
@@ -316,6 +318,7 @@ class _Reading:
         self.place = ""
         """FILE:LINE of the last row that was read; empty at first."""
         self.is_cut = False
+        """Whether the time ended before the rows."""
         self._rows, self._end = rows, end
 
     def __iter__(self) -> Iterator[RawRow]:

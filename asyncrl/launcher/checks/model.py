@@ -123,7 +123,7 @@ def check_window(config: Config) -> Finding | None:
 
 
 def check_served(config: Config) -> Finding | None:
-    """Fail if the engine computes this architecture differently from the learner; None if not, or if unknown."""
+    """Fail if the engine computes this architecture differently from the learner; None if equally, or if unknown."""
     judge, model = config.rollout.traits.judge, _settings(config)
     problem = pkgutil.resolve_name(judge)(config, model) if judge and model else None
     return fail("model", problem.detail, problem.fix, key=problem.key) if problem else None

@@ -29,7 +29,7 @@ LEAST_DESCRIPTORS = 64
 LEAST_DESCRIPTORS_OF_A_PEER = 5
 """Open files for each other actor. Measured: a dataloader has 97 with 12 rollouters and 197 with 32."""
 WANTED_DESCRIPTORS = 512
-"""The same, with a reserve for users' code, torch and vLLM."""
+"""LEAST_DESCRIPTORS with a reserve for users' code, torch and vLLM."""
 WANTED_DESCRIPTORS_OF_A_PEER = 8
 DESCRIPTORS_OF_A_BUCKET = 6
 """Open files for each bucket of weights: two versions, as published, staged and loaded."""
@@ -66,6 +66,7 @@ class Need:
     least: int
     wanted: int
     made_of: tuple[str, ...] = ()
+    """The parts of ``wanted``, as texts."""
 
     def __add__(self, other: Need) -> Need:
         return Need(self.least + other.least, self.wanted + other.wanted, self.made_of + other.made_of)

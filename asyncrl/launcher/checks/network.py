@@ -14,11 +14,13 @@ from asyncrl.config import Config
 from asyncrl.launcher.checks.findings import Finding, fail, ok, warn
 
 ANY_PORT = "0"
+"""Value of network.ports for any port."""
 SPARE = 2
 """Ports wanted for each port needed, because a restarted actor may find its predecessor's port still in use."""
 BROADCAST_PORTS = {"gloo": 2, "nccl": 1}
 """Ports at which the members of a weight broadcast meet, by transport: one for the links, one for gloo's store."""
 INFINIBAND = Path("/sys/class/infiniband")
+# Variables that turn a fast path of NCCL off, each with the consequence.
 SWITCHED_OFF = {
     "NCCL_P2P_DISABLE": "GPUs of a host exchange data through memory",
     "NCCL_SHM_DISABLE": "processes of a host exchange data through the network",
@@ -40,6 +42,7 @@ def ports_needed(config: Config, actors: Sequence[str]) -> int:
     # One for each actor, and one for the host's agent.
     needed = len(actors) + bool(actors)
     controller = config.network.controller_port
+    # A port of the controller outside of network.ports does not count.
     if "controller/0" in actors and controller and controller not in ports_of(config.network.ports):
         needed -= 1
     if "learner/0" in actors:
@@ -73,6 +76,7 @@ def bind(address: str, port: int) -> socket.socket:
 
 
 def _bind_problem(address: str, port: int) -> str:
+    """Return why a port cannot be bound; empty if it can. Port 0 stands for any."""
     try:
         bind(address, port).close()
     except OSError as error:

@@ -2,7 +2,7 @@
 
 The process runs this module (``python -m asyncrl.launcher.checks.process MODULE:FUNCTION``). It reads the arguments of
 the function from standard input, and writes what it returns to standard output, both in MessagePack. So arguments and
-answers are structs, plain values and sections of the configuration.
+answers are structs and plain values. An argument may also be a section of the configuration.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ async def call(
     try:
         return msgspec.msgpack.decode(data, type=answer)
     except msgspec.DecodeError:
-        # None for a process that was just killed.
+        # A process that was just killed has no exit code yet.
         code = process.returncode
         raise NoAnswer(": ".join([describe_exit(-9 if code is None else code), *last])) from None
 

@@ -3,8 +3,8 @@
 They must be whole, not quantized, and have the policy's tokens. A sequence goes to them as ids. With another tokenizer
 each log-prob would belong to another word, and no later check would notice. So the check compares the token of
 each id. A scoring model may have more tokens than the policy, and more embedding rows than tokens. If the teacher
-is on a server, the check sends it some ids, the last of which is the policy's highest. It compares the text that the
-server gives for them, and asks for their log-probs.
+is on a server, the check compares the text that the server gives for the ids of a sample. Then it asks for log-probs of
+these ids and of the policy's highest id.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def tokens_of(folder: Path) -> dict[int, str] | None:
 async def check_server(url: str, config: Config, tokenizer: Tokenizer) -> Finding:
     """Send a teacher's server each kind of request of a run.
 
-    Fails if it does not answer, has another tokenizer than the policy, or takes too short sequences.
+    Fails if it does not answer, has another tokenizer than the policy, or refuses the run's longest sequences.
     """
     settings = config.learner.teacher_server
     client = TeacherClient(url, settings.model_copy(update={"timeout_s": min(settings.timeout_s, ASK_S)}))

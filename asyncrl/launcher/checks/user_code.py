@@ -62,6 +62,7 @@ class Trial:
     errors: list[str] = field(default_factory=list)
     """For each call that failed, the reason and the FILE:LINE of its row."""
     answered: int = 0
+    """Number of calls that returned rewards."""
     shown: list[str] = field(default_factory=list)
     """For each completion, its reward, the reward's components and its first characters, as text."""
 

@@ -1,12 +1,13 @@
 """The weights in a model's folder: the files that transformers loads, and whether they can be trained.
 
-Only the headers of safetensors files are read. An index maps each tensor to its file; a tensor that no file holds is
-found too.
+Only the headers of safetensors files are read. An index maps each tensor to its file, so ``model.measure`` finds a
+tensor that its file lacks.
 
 Invariant: a folder passes only if it holds one whole model with weights in floating point of 16 bits or more.
 Quantized weights and adapters are refused, even if a package that reads them is installed.
 
-Raises Unreadable or Untrainable, which say what the folder holds and what to do.
+Raises Unreadable for missing or damaged files, or its subclass Untrainable. The text of an error says what is wrong
+with the folder, and ``fix`` says what to do. The ``fix`` of Unreadable is to copy the folder again.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _WEIGHT = re.compile(r"weight|packed|blocks|qzeros")
 
 
 class Untrainable(Unreadable):
-    """The folder is whole, but asyncrl cannot train its weights. ``fix`` says what the user can do."""
+    """The folder's weights cannot be trained as they are, or it holds an adapter. ``fix`` says what the user can do."""
 
     def __init__(self, text: str, fix: str) -> None:
         super().__init__(text)
@@ -50,8 +51,8 @@ class Untrainable(Unreadable):
 def weight_files(folder: Path) -> dict[Path, list[str]]:
     """Return the weight files that transformers would load, each with the tensors that the index lists for it.
 
-    Without an index that is one file with an empty list. Raises Unreadable if a file is missing, Untrainable if all
-    weights are in other formats.
+    Without an index that is one file with an empty list. Raises Unreadable if a file is missing, and Untrainable if
+    there are only weights of other formats or names.
     """
     config = folder / "config.json"
     chosen = read_json(config).get("transformers_weights") if config.is_file() else None
@@ -97,6 +98,8 @@ def check_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _is_quantized(name: str, tensor: Tensor) -> bool:
+    """Whether a tensor is a quantized weight: by its dtype, and for integers also by the last part of its name."""
+    # C64 is a complex number.
     if tensor.dtype in _FLOATS or tensor.dtype.startswith("C"):
         return False
     # Floating point of 8 bits or fewer is F8_E4M3, F8_E5M2, F8_E8M0, F6..., F4.
@@ -120,6 +123,7 @@ def _quantized_error(text: str) -> Untrainable:
 
 
 def _adapter_error(folder: Path, adapter_files: list[str], *, alone: bool) -> Untrainable:
+    """Return the error for a folder with these files of an adapter. ``alone``: the folder holds no model."""
     base = None
     if SETTINGS_FILE in adapter_files:
         base = read_json(folder / SETTINGS_FILE).get("base_model_name_or_path")
@@ -137,6 +141,7 @@ def _adapter_error(folder: Path, adapter_files: list[str], *, alone: bool) -> Un
 
 
 def _no_weights_error(folder: Path) -> Unreadable:
+    """Return the error for a folder without weights to load: Untrainable if it holds other weights, else Unreadable."""
     files = sorted(file.name for file in folder.iterdir() if file.is_file())
     if others := [name for name in files if name.endswith(".gguf")]:
         return Untrainable(
@@ -144,6 +149,7 @@ def _no_weights_error(folder: Path) -> Unreadable:
             "take the release of this model in Hugging Face format, with config.json and model.safetensors",
         )
     wanted = "model.safetensors or pytorch_model.bin, or the index of either"
+    # These weights have another format, or the user has changed the names of their files.
     if others := [name for name in files if name.endswith(WEIGHTS)]:
         return Untrainable(
             f"holds no weights that transformers would load, which are {wanted}; it holds {name_some(others, 4)}",

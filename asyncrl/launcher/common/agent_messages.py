@@ -51,6 +51,7 @@ class HostOffer(Struct, frozen=True, kw_only=True, tag="facts"):
     versions: dict[str, str] = {}
     """Version by package; empty if it is not installed."""
     cards: dict[str, Card] = {}
+    """GPU by its index in the list of nvidia-smi."""
 
 
 class RouteQuery(Struct, frozen=True, kw_only=True, tag="routes"):
@@ -89,6 +90,7 @@ class HostSpec(UserOrder, frozen=True, kw_only=True, tag="host"):
     config: str
     """The resolved configuration (JSON)."""
     credentials: dict[str, Any]
+    """Content of the key files of the host's private folder (JSON), by name."""
     files: dict[str, str] = field(default_factory=dict)
     """Content of further files by name; a host that does not share the run folder writes them to its own."""
 
@@ -119,7 +121,7 @@ class HostEnded(Struct, frozen=True, kw_only=True, tag="gone"):
     living: bool
     killed: bool
     ended: EndedEvent | None = None
-    """How the attempt ended; None while processes are left. Only the head has this record."""
+    """How the attempt ended; None while processes are left, or without a record. Only the head has one."""
 
 
 class Refusal(Struct, frozen=True, kw_only=True, tag="refusal"):
@@ -217,6 +219,7 @@ class RestartEvent(Struct, frozen=True, kw_only=True, tag="restart"):
     reason: str
     after_s: float = 0.0
     incarnation: int = 0
+    """The incarnation that died."""
 
 
 class ReadyEvent(Struct, frozen=True, kw_only=True, tag="ready"):

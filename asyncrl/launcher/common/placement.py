@@ -178,6 +178,7 @@ def _learner_on_gpu(config: Config, hosts: Sequence[PlacementHost]) -> bool:
 
 
 def _gpus_per_replica(config: Config) -> int:
+    """Return the GPUs of each engine; 0 for engines on CPUs. A number that was left open is set (``with_gpus``)."""
     gpus = config.rollout.gpus_per_replica
     assert gpus is not None or not config.rollout.traits.gpus
     return gpus or 0
@@ -254,7 +255,7 @@ def _shared_counts(config: Config, hosts: Sequence[PlacementHost]) -> tuple[list
 
 
 def shared_gpus(placed: Iterable[Placed], host: str) -> dict[str, list[str]]:
-    """Return the GPUs of a host that a rank and an engine share, each with their names."""
+    """Return the GPUs of a host that a rank and an engine share, each with the names of both."""
     users: dict[str, list[str]] = {}
     for actor in placed:
         for gpu in actor.gpus if actor.host == host else ():
@@ -306,7 +307,7 @@ def _unshared_counts(config: Config, hosts: Sequence[PlacementHost]) -> tuple[li
 
 
 def _spread(counts: list[int], more: int, hosts: Sequence[PlacementHost], computing: list[int]) -> None:
-    """Add ``more`` processes to ``counts``, each where it gets most cores; ``computing``: processes already there."""
+    """Add ``more`` processes to ``counts``, each where it gets most cores; ``computing``: all processes, by host."""
     for _ in range(more):
         chosen = max(range(len(hosts)), key=lambda i: (hosts[i].cpus / (computing[i] + 1), -i))
         counts[chosen] += 1
@@ -422,6 +423,7 @@ def _threads(config: Config, host: PlacementHost, ranks: int, replicas: int, on_
 
 
 def _environment(threads: int, visible: Sequence[str]) -> dict[str, str]:
+    """Return the variables for an actor's threads and for the GPUs that it sees."""
     return dict.fromkeys(THREAD_VARIABLES, str(threads)) | {"CUDA_VISIBLE_DEVICES": ",".join(visible)}
 
 

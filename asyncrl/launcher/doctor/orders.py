@@ -11,7 +11,7 @@ class Begin(UserOrder, frozen=True, kw_only=True, tag="begin"):
     """The first order. The answer is a HostOffer with versions and cards."""
 
     deadline_s: float
-    """The process on the host ends so long after its last answer, even while it works on the next one (s)."""
+    """Seconds from the last answer to the end of the process on the host, even while it works on the next order."""
 
 
 class ReadClock(Struct, frozen=True, kw_only=True, tag="clock"):
@@ -25,7 +25,7 @@ class Time(Struct, frozen=True, kw_only=True, tag="time"):
 
 
 class FindLeftovers(Struct, frozen=True, kw_only=True, tag="leftovers"):
-    """Look for leftovers of runs that were killed. The answer is Checked."""
+    """Look for leftovers of runs that were killed; with ``fix``, remove those certainly dead. The answer is Checked."""
 
     runs: str = ""
     """The folder that holds the run folders; empty if the head looks through the same one."""
@@ -69,7 +69,7 @@ class Connected(Struct, frozen=True, kw_only=True, tag="connected"):
     """The results of all connections."""
 
     problems: dict[str, dict[str, str]]
-    """Problem by peer and then by range of ports; an empty text if the connection works."""
+    """Problem by host of the peer and then by range of ports; an empty text if the connection works."""
 
 
 class Mark(Struct, frozen=True, kw_only=True, tag="mark"):

@@ -67,7 +67,9 @@ class Played:
     outcome: str
     """Why it ended: ``stop`` by itself; ``turns``, ``length`` or ``time`` by a limit."""
     reward: float | None
+    """Reward of the trajectory; None if the agent gave none, or after a failure."""
     turn_rewards: int
+    """Number of rewards that the agent gave to single turns."""
     turns: list[PlayedTurn]
     sequences: list[int]
     """Number of tokens of each trained sequence, with its context."""
@@ -77,6 +79,7 @@ class Played:
     """Requests by path; empty if the agent is Python code that calls its client."""
     streamed: int
     retries: int
+    """Requests that repeat an earlier one."""
     ignored: list[str]
     """Fields of requests that a run ignores."""
     relaxed: list[str]
@@ -91,7 +94,7 @@ class Played:
 
     @property
     def works(self) -> bool:
-        """Whether a run can train on it."""
+        """Whether a run can train on the agent."""
         return not self.failure and not self.refused
 
     @property

@@ -22,15 +22,17 @@ if TYPE_CHECKING:
 MOST_CALLED = 4
 """The script calls at most so many tools; an agent may declare dozens."""
 ENDS = ("final_answer", "submit", "finish", "done")
+"""Names of tools that end an episode: the script calls one last."""
 CODE_END = "</code>"
 """Stop string of agents that have no tools and run the code in answers."""
 DEEPEST = 8
+"""Deepest level of a JSON schema for which ``example_of`` makes a value."""
 asked: ContextVar[Chat] = ContextVar("asked")
 """The call of the policy that the current task answers; LoneEpisode sets it."""
 
 
 class Script:
-    """Writes the policy's answers in one episode. ``thinks``: each begins with reasoning."""
+    """Writes the policy's answers in one episode. ``thinks``: each answer begins with reasoning."""
 
     def __init__(self, *, thinks: bool) -> None:
         self._thinks = thinks

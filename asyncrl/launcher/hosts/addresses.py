@@ -2,7 +2,7 @@
 
 It is the address of a given interface (``by_interface``), or the host's own address on the route to the head
 (``by_route``). Loopback never counts. The head is the first host. Its address is one that the others know: the one from
-which its launcher reached them, or to which its name resolves there. Fails with UsageError, which names the host and
+which its launcher reached them, or to which its name resolves on them. Fails with UsageError, which names the host and
 says what to set.
 """
 
@@ -19,6 +19,7 @@ from asyncrl.core.errors import UsageError
 from asyncrl.launcher.common.agent_messages import HostOffer, RouteQuery, Routes
 
 SIOCGIFADDR = 0x8915
+"""Request code of ioctl for the IPv4 address of an interface, from linux/sockios.h."""
 
 
 def interfaces() -> dict[str, str]:
@@ -76,7 +77,8 @@ async def find_addresses(
 ) -> dict[str, str]:
     """Return the address of each host, by name, at network.interface or else by the route to the head, the first host.
 
-    ``ask`` sends a query to each of the other hosts. The result lacks hosts that do not answer it. Raises UsageError.
+    ``ask`` sends each of the other hosts its query and returns the answers. Without ``interface``, the result lacks
+    hosts that do not answer. Raises UsageError.
     """
     if interface is not None:
         return by_interface(hosts, interface)
@@ -103,7 +105,7 @@ def by_route(head: str, hosts: Mapping[str, HostOffer], routes: Mapping[str, Rou
     """Return the address of each host, by name, from what the ``routes`` of all hosts but the head say.
 
     The head gets the address that most hosts know, among its addresses that every host reaches. Between equal ones the
-    first known wins. Every other host gets its own address on the route there. Without ``routes`` the head gets its
+    first known wins. Every other host gets its own address on the route to it. Without ``routes`` the head gets its
     first address. Raises UsageError if no address of the head qualifies.
     """
     own = usable(hosts[head])
@@ -143,6 +145,7 @@ def usable(facts: HostOffer) -> Sequence[str]:
 
 
 def _reaches(route: Routes, address: str) -> bool:
-    # False without a route. If the address is also the host's own, it does not lead to the head: two hosts may give
-    # their containers equal addresses.
+    """Whether a host with these routes reaches the head at this address; False without a route to it."""
+    # The route to an address of the host itself begins at this address, and does not lead to the head. Two hosts may
+    # give their containers equal addresses.
     return route.via.get(address, address) != address

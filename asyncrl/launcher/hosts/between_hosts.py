@@ -26,7 +26,7 @@ SKEW_S = 0.5
 MUST_BE_EQUAL = tuple(
     dict.fromkeys(["asyncrl", *(name for traits in ENGINES.values() for name in traits.packages), "transformers"])
 )
-"""A difference between versions of these packages is a failure; of those below, a warning."""
+"""Packages whose version on a host must be that on the head. A difference in SHOULD_BE_EQUAL is only a warning."""
 SHOULD_BE_EQUAL = ("python", "pyzmq", "msgspec")
 EXTRAS = {"aiohttp": "asyncrl[episodes]", "vllm": "asyncrl[vllm]"}
 EXTRAS |= dict.fromkeys(("torch", "transformers"), "asyncrl[train]")
@@ -74,6 +74,7 @@ def compare_identities(identities: Mapping[str, str]) -> list[Finding]:
     findings = []
     for host, identity in identities.items():
         other = name_of.setdefault(identity, host)
+        # An identity begins with the machine's hostname. An empty one is unknown.
         if other != host and identity:
             text = f"{host} and {other} are one machine ({identity.partition('/')[0]})"
             findings.append(fail("identity", text, "name each host once in the hostfile, with all of its slots", host))
@@ -109,17 +110,18 @@ def compare_versions(facts: Mapping[str, HostOffer], head: str, needed: Mapping[
 
 
 def _differences(names: Sequence[str], host_facts: HostOffer, head_facts: HostOffer, head: str) -> list[str]:
+    """Return a text for each of these packages whose version on the host is not the head's."""
     pairs = [(name, host_facts.versions.get(name, ""), head_facts.versions.get(name, "")) for name in names]
     return [
         f"{name} {version or 'missing'} ({on_head or 'missing'} on {head})"
         for name, version, on_head in pairs
-        # The part behind + names the build.
+        # The part behind + names the build, which may differ.
         if version.partition("+")[0] != on_head.partition("+")[0]
     ]
 
 
 def needed_packages(config: Config, placed: Sequence[Placed]) -> dict[str, list[str]]:
-    """Return by host the names of the packages that its actors import, whose versions must equal the head's."""
+    """Return by host the names of the packages that its actors import, and that must be installed there."""
     needed: dict[str, list[str]] = {}
     for actor in placed:
         role = role_of(actor.name)

@@ -1,11 +1,11 @@
 """Connects the launcher, or the doctor, to a host before an agent runs there: starts its entry point and sends orders.
 
-A contact is a process, such as ssh, whose standard input and output lead to the entry point (remote.py) on the host. It
-has its own session, so Ctrl-C reaches only the launcher. The caller sets a deadline for every answer. Other lines
-before the first answer, such as a greeting of the user's shell, are skipped.
+A contact is the connection to one host. Its process, such as ssh, leads to the standard input and output of the entry
+point (remote.py) there. The process has its own session, so Ctrl-C reaches only the launcher. The caller sets a
+deadline for every answer. Lines before the host's offer, such as a greeting of the user's shell, are skipped.
 
-``ReachedHosts`` works on all hosts of a command in parallel. Fails with HostFailed, which names the host and the reason
-that its start command gives (start.py). If several hosts failed, their reasons are shown first.
+``ReachedHosts`` works on all hosts of a command in parallel. Fails with HostFailed, which has the name of the host and
+the reason. If several hosts fail, their reasons are printed as warnings, and HostFailed has the names and a count.
 """
 
 from __future__ import annotations
@@ -29,22 +29,25 @@ from asyncrl.launcher.terminal.progress import TerminalProgress
 
 LONGEST_LINE_BYTES = 64 << 20
 GREETING_LINES = 1000
+"""Most lines that are read in search of the host's offer."""
 EXIT_S = 15.0
 """Seconds that a command has to exit once its output has ended."""
 ERRORS_KEPT = 16 << 10
+"""Bytes that are kept from the end of a command's standard error."""
 A = TypeVar("A")
+"""Type of the answer to an order."""
 MORE_FAILURES_S = 3.0
 """Seconds that the other hosts have to fail too once one has failed, so that the error names all."""
 
 
 class Contact:
-    """The connection to one host, through ``process``. The follower of the host's agent uses the process later.
+    """The connection to one host, through ``process``. The launcher later follows the host's agent over it too.
 
     With ``any_host`` a host may have another version of asyncrl or unknown GPUs; otherwise that is an error.
     """
 
     is_here = False
-    """Whether ``process`` is the guard on this host itself, so that no connection can be lost."""
+    """Whether ``process`` is the guard of this host (LocalGuard in host_part.py), so no connection can be lost."""
 
     def __init__(self, name: str, start: StartCommand, *, any_host: bool = False) -> None:
         self.name, self.start, self._any_host = name, start, any_host
@@ -147,7 +150,7 @@ class Contact:
     async def exited(self, within_s: float = EXIT_S) -> int:
         """Wait for the command to exit, kill it after ``within_s`` seconds, and return its exit code.
 
-        Call this after its output has ended.
+        Call this once its output has ended, or its input is closed.
         """
         try:
             async with asyncio.timeout(within_s):
@@ -165,7 +168,7 @@ class Contact:
 
     @property
     def last_error(self) -> str:
-        """The last line that the command itself wrote to standard error; empty if it wrote nothing."""
+        """The last line of the command's standard error; empty if it wrote nothing there."""
         return last_line(self._error_text)
 
     @property
@@ -177,6 +180,7 @@ class Contact:
             self.process.kill()
 
     async def _exit_failure(self) -> HostFailed:
+        """Wait for the command to exit, and return the error that explains its end."""
         code = await self.exited()
         return HostFailed(self.name, self.start.explain(self.name, code, self._error_text))
 
@@ -205,7 +209,7 @@ class Contact:
 class ReachedHosts:
     """The contacts, by name, to those of a command's ``count`` hosts that ``start`` leads to.
 
-    Each method has ``limit_s`` (supervision.start_timeout_s) for all hosts together, or the limit that it is given.
+    Without a limit of its own, a method has ``limit_s`` (supervision.start_timeout_s) for all hosts together.
     """
 
     start: StartCommand
@@ -275,7 +279,7 @@ class ReachedHosts:
         limit_s: float | None = None,
         key: str = "supervision.start_timeout_s",
     ) -> dict[str, Any]:
-        """Wait for the work of all hosts and return the results. ``show_waiting`` receives the hosts without one.
+        """Wait for the work of all hosts and return the results. ``show_waiting`` receives the hosts that still work.
 
         After the first failure, waits MORE_FAILURES_S at most for others, then cancels the rest and reports only the
         failures. Without a failure, hosts that take longer than ``limit_s`` fail. Raises HostFailed.
@@ -321,6 +325,7 @@ class ReachedHosts:
 
 
 def _failure_of(name: str, task: asyncio.Future[Any]) -> HostFailed:
+    """Return the error of a host's failed task as HostFailed. Raises an unexpected error as it is."""
     error = task.exception()
     assert error is not None
     if isinstance(error, HostFailed):

@@ -89,7 +89,7 @@ def serve(facts: HostOffer, answers: Mapping[type[Any], Callable[[Any], Any]], o
         while line := _read_line(next_order_s):
             order = orders.decode(line)
             _send(answers[type(order)](order), output)
-            # Other hosts may still download.
+            # The launcher waits for the downloads of all hosts before it sends the next order.
             next_order_s = max(ORDER_S, order.limit_s) if isinstance(order, FetchOrder) else ORDER_S
     except BrokenPipeError:
         return 1
@@ -123,6 +123,7 @@ def _answer_until_cut(order: CheckOrder | FetchOrder, facts: HostOffer) -> Check
 
 
 def _launcher_hung_up() -> bool:
+    """Whether standard input is closed, and nothing is left in it to read."""
     poll = select.poll()
     poll.register(0, select.POLLIN)
     return any(event & select.POLLHUP and not event & select.POLLIN for _, event in poll.poll(0))
@@ -165,6 +166,7 @@ def _become_guard(spec: HostSpec) -> NoReturn:
 
 
 def _contains(path: Path, run_id: str) -> bool:
+    """Whether this file holds the run's id, which proves that the host sees the launcher's run folder."""
     try:
         return path.read_text() == run_id
     except OSError:
@@ -297,7 +299,7 @@ def _gpus() -> tuple[list[str], str]:
         problem = f"nvidia-smi does not answer within {NVIDIA_SMI_S:g} s"
         return [], f"{problem}; set CUDA_VISIBLE_DEVICES to say which GPUs to use"
     if ended is None or ended.returncode:
-        # The tool without a driver: a host without GPUs.
+        # Without nvidia-smi, or with the tool but no driver, the host counts as one without GPUs.
         return [], ""
     return [line.strip() for line in ended.stdout.splitlines() if line.strip()], ""
 

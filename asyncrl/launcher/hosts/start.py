@@ -20,11 +20,13 @@ SSH_FAILED = 255
 """Exit code of ssh for its own failures; any other is that of the command on the host."""
 KEEPALIVE_S = 10
 KEEPALIVES = 3
+"""ssh gives a connection up after KEEPALIVES probes without an answer, one every KEEPALIVE_S seconds."""
 SIGNALLED = 128
 """srun exits with a code above this one if its step was killed, lost its node, or exited with such a code."""
 EXITED = ": Exited with exit code "
 """srun writes this about a step that was not killed, and exited with another code than 0."""
 SAFE = re.compile(r"[A-Za-z0-9_./:=@%+-]+")
+"""Words that need no quotes in a shell."""
 
 
 class StartCommand(Protocol):
@@ -51,6 +53,7 @@ class LocalStart:
     """A start on the host where the launcher runs."""
 
     words: tuple[str, ...] = REMOTE
+    """Arguments of Python, in every start command: the module to run."""
 
     def argv(self, host: str) -> list[str]:
         return [sys.executable, *self.words]
@@ -134,6 +137,7 @@ class SlurmStart:
 def explain_python(host: str, python: str, exit_code: int, errors: str) -> str:
     """Explain why ``python -m asyncrl.launcher.hosts.remote`` ended before the host sent anything."""
     last = last_line(errors)
+    # A shell's codes for a program that cannot be run, or is not found.
     if exit_code in (126, 127):
         return f"no Python can run there at {python}; asyncrl has to be installed at the same place on each host"
     if "No module named" in last:
@@ -148,7 +152,7 @@ def last_line(text: str) -> str:
 
 
 def _quote(word: str) -> str:
-    # In a form that any login shell on the host understands.
+    # Single quotes, which any login shell on the host understands.
     return word if SAFE.fullmatch(word) else "'" + word.replace("'", "'\\''") + "'"
 
 

@@ -2,7 +2,7 @@
 
 The configuration is the run's. This command decides by a host's GPUs how many engines it gets, and makes the keys of
 the new agents and actors. Only their public halves go to the controller, which admits them. If anything fails before
-the agents are started, the command withdraws the hosts. If it cannot, the controller drops them after
+the agents are started, the command withdraws the hosts. If it cannot, the controller drops the hosts after
 ``supervision.start_timeout_s``.
 
 Then the command shows the events of these hosts and stores their logs, as the run's launcher does, until they have
@@ -51,7 +51,9 @@ from asyncrl.rpc.lifecycle.incarnations import attempt_begins_above
 from asyncrl.rpc.wire.keys import keyring_of, make_pairs
 
 ASK_S = 20.0
+"""Seconds for the controller's answer to the request to drain a host."""
 WITHDRAW_S = 5.0
+"""Seconds for the controller's answer if hosts are withdrawn before their agents start."""
 
 
 def join_run(run: LiveRun, lines: Sequence[HostLine], start: StartCommand, *, dry_run: bool = False) -> int:
@@ -75,10 +77,11 @@ class JoinedHosts:
     interrupts: Interrupts = field(default_factory=Interrupts)
     controller: ControllerClient = field(init=False)
     _shown: dict[str, MemberHost] = field(default_factory=dict)
+    """The controller's last record of each of these hosts, by the name of its agent."""
 
     async def main(self, *, dry_run: bool) -> int:
         """Reach, place, add and follow the hosts, or with ``dry_run`` only show the plan; returns the exit code."""
-        # The controller's IP address; the URL comes from a socket, so it has no name.
+        # The controller's IP address: its URL comes from a socket, so it has no host name.
         head = self.run.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
         if ipaddress.ip_address(head).is_loopback:
             raise UsageError(
@@ -134,6 +137,7 @@ class JoinedHosts:
         """Have the controller admit the hosts, prepare each with its keys, and start its agent. Raises AsyncRLError."""
         config, folder, credentials = self.run.config, self.run.folder, self.run.credentials
         attempts, episodes = config.supervision.max_restarts + 1, config.episode.kind != "single"
+        # By ``asks``, the random ids of the Joins, the hosts can be withdrawn. ``pairs`` are the key pairs by name.
         asks, joined, pairs = list[str](), list[MemberHost](), dict[str, list[dict[str, str]]]()
         try:
             for name, host in hosts.items():
@@ -154,8 +158,8 @@ class JoinedHosts:
         except BaseException as error:
             if self.run.lives:
                 reason = f"it could not be started: {str(error) or type(error).__name__}"
-                # A Join without a reply may have been carried out. A failure does not matter: the controller does not
-                # know the host, or drops it later.
+                # A Join without a reply may have been carried out. A failed withdrawal does not matter: the controller
+                # does not know the host, or drops it later.
                 leaves = [Leave(host=ask, within_s=0.0, reason=reason) for ask in asks]
                 withdrawals = (self.controller.ask(leave, timeout=WITHDRAW_S) for leave in leaves)
                 await asyncio.gather(*withdrawals, return_exceptions=True)
@@ -214,7 +218,7 @@ class JoinedHosts:
                 shown, self._shown[host.agent] = self._shown.get(host.agent), host
                 is_new = shown is None or shown.stage != host.stage
                 if is_new and host.stage == "serving":
-                    # Some of its actors may still load, or rest.
+                    # Some of its actors may still load, or rest after too many deaths.
                     self.progress.say(f"{host.host} serves from now on (it has {', '.join(host.actors)})")
                 elif is_new and host.stage == "leaving":
                     self.progress.say(f"{host.host} leaves" + (f": {host.reason}" if host.reason else ""))

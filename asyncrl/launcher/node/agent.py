@@ -5,8 +5,8 @@
 It reads its spec and then commands from standard input, and writes events to standard output
 (common/agent_messages.py). A host that does not share the run folder sends its logs to the launcher, and keeps them
 only if that fails. The agent is a subreaper: a process that an actor leaves behind becomes its child and is ended too.
-If the agent dies, its guard ends the rest. The guard kills a frozen agent (agent_heartbeat.py). Both hold the run's
-lock.
+If the agent dies, its guard ends the rest. The guard kills a frozen agent (agent_heartbeat.py). Guard and agent both
+hold the run's lock.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from asyncrl.observe.logging import configure_logging, write_text
 from asyncrl.rpc.linux import become_subreaper, die_with_parent, end_children
 
 SPEC_BYTES = 16 << 20
+"""Longest line of standard input; the spec is one line."""
 END_S = 5.0
 """Seconds for processes that are left at the end to end, once they are killed."""
 
@@ -36,9 +37,9 @@ END_S = 5.0
 async def _run_agent(run_dir: Path, pipe: int) -> int:
     """Read the spec, run a HostAgent to its end, and return the exit code.
 
-    Then it sends the launcher the last events, and removes this host's part of the run folder once the launcher has its
-    logs. Meanwhile a thread writes heartbeats for the guard to the descriptor ``pipe``. If the launcher ends before it
-    sends the spec, removes this host's part of the run folder and returns 1.
+    At the end the launcher gets the last events. A host that does not share the run folder then removes its own part of
+    it, once the launcher has the logs. From the spec on, a thread writes heartbeats for the guard to the descriptor
+    ``pipe``. If the launcher ends before it sends the spec, removes such a part too, and returns 1.
     """
     loop = asyncio.get_running_loop()
     commands = asyncio.StreamReader(limit=SPEC_BYTES)

@@ -1,7 +1,7 @@
 """The heartbeat of a node agent to its guard, which kills an agent that stops sending it.
 
 A thread writes one line per heartbeat to a pipe: the silence (s) after which the guard counts the agent as frozen. A
-stopped process (SIGSTOP, a frozen cgroup) writes nothing. The thread also stops if the event loop has not run for
+stopped process (SIGSTOP, a frozen cgroup) writes nothing. Nor does the thread while the event loop has not run for
 ``watchdog.stall_s``. A shorter pause may be a slow disk behind the log, and is no reason to end a host's part of a run.
 
 Invariant of the guard (``HeartbeatWatch``): time in which the guard itself did not run does not count. So a host that
@@ -22,12 +22,13 @@ if TYPE_CHECKING:
     import asyncio
 
 LOOK_S = 0.5
+"""Seconds between two checks of the guard for a heartbeat."""
 MOST_BYTES = 1 << 16
 
 
 @dataclass(slots=True)
 class Silence:
-    """Measures the silence of a process by checks that are ``look_s`` seconds apart. Pure."""
+    """Measures the silence of a process by counting checks, made every ``look_s`` seconds, and reads no clock. Pure."""
 
     look_s: float
     seconds: float = 0.0
@@ -64,6 +65,7 @@ class HeartbeatWatch:
                 return self._silence.seconds
 
     def _take(self, beats: bytes) -> None:
+        """End the silence, and set the limit to that of the newest heartbeat in ``beats``."""
         if not beats:
             # The agent has closed the pipe, because it ends.
             self._poll.unregister(self._pipe)
@@ -99,7 +101,7 @@ class AgentHeartbeat:
     def _run(self) -> None:
         while True:
             if time.monotonic() - self._loop_ran < self._stall_s:
-                # If the guard is stopped, the pipe may be full. If it is dead, the agent gets a signal.
+                # If the guard is stopped, the pipe may be full. If the guard is dead, the agent gets SIGTERM.
                 with contextlib.suppress(OSError):
                     os.write(self._pipe, self._line)
             if not self._loop.is_closed():

@@ -23,11 +23,11 @@ SILENCE_SHARE = 0.5
 
 
 class AgentLink(Actor):
-    """The agent as an actor: passes the newest state of the run to ``on_state`` after each answer, until cancelled.
+    """The agent as an actor: passes the run's state in each answer of the controller to ``on_state``, until cancelled.
 
     A state may come twice, and an older one may be skipped. On the head the states carry every line of metrics once.
-    ``on_silent`` is called when the controller does not answer in time. ``on_successor`` is called when a restarted
-    controller, which has a new incarnation, answers.
+    ``on_silent`` is called when the controller does not answer in time. For the first answer of a restarted controller,
+    which has a new incarnation, ``on_successor`` is called in place of ``on_state``.
     """
 
     role = "agent"

@@ -7,10 +7,10 @@ any other. A *resting* replica was given up, and starts again when the controlle
 controller is restarted, the other actors continue. The new controller is the *successor* of the old one. This host
 sends it every end that it may not know, and a request to preempt the run if there was one.
 
-Invariants: only the condemned process is killed for that reason. Nothing starts once the run is ending or this host
-leaves. Everything that is left is killed at ``deadline``, at most ``drain_s`` after the run began to end. A preempted
-run is ending at most ``grace_s`` + ``drain_s`` after the request. The reported failure is the one that the controller
-names, or else the first on this host. The host is finished only when no process is left.
+Invariants: a condemnation kills one process, and no later one of the same actor. Nothing starts once the run is ending
+or this host leaves. Everything left is killed at ``deadline``, at most ``drain_s`` after the run began to end. A
+preempted run is ending at most ``grace_s`` + ``drain_s`` after the request. The reported failure is the one that the
+controller names, or else the first on this host. The host is finished only when no process is left.
 
 A host is *cut off* if it had no answer from the controller for so long that the controller may count it as lost. If
 its actors then die, their restarts do not count as failures. An end with exit code 0 is a death only if the controller
@@ -63,7 +63,7 @@ class KillAll:
 
 
 Instruction = Spawn | Kill | KillAll | ActorStarted | ActorEnded | StopRun | RestartEvent
-"""The next action of the agent. Messages are sent: RestartEvent to the launcher, and the others to the controller."""
+"""The next action of the agent. Messages are sent: RestartEvent to the launcher, other messages to the controller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,7 @@ class _Unexplained:
     death_at: float
     """Time at which the end counts as a death without the controller's answer."""
     hint: str
+    """Last line of the actor's log, which is shown if the end counts as a death."""
     blameless: bool
     """Whether a death would not count as a failure, because this host was cut off."""
 
@@ -88,7 +89,7 @@ class _PlannedRestart:
 
 @dataclass(slots=True)
 class AgentState:
-    """The state of one host's actors. ``logs`` has their names and logs, in the order of their start."""
+    """The state of one host's actors. ``logs`` has the path of each one's log, by name, in the order of their start."""
 
     logs: Mapping[str, str]
     policy: SupervisionConfig
@@ -100,6 +101,7 @@ class AgentState:
     preempted: bool = False
     """Whether the run was preempted, and left a checkpoint to resume from."""
     finished_run: bool = False
+    """Whether the controller has ended the run with exit code 0."""
     ending: bool = False
     """Whether the run ends on this host: nothing starts any more, and the rest is killed at ``deadline``."""
     leaving: bool = False
@@ -107,6 +109,7 @@ class AgentState:
     unreached: str = ""
     """Why this host leaves without having reached the controller; empty unless it does."""
     deadline: float | None = None
+    """Time at which what is left here is killed; None before the end begins, and once the kill is ordered."""
     living: set[str] = field(default_factory=set)
     incarnations: dict[str, int] = field(default_factory=dict)
     _restarts: dict[str, _PlannedRestart] = field(default_factory=dict)
@@ -117,6 +120,7 @@ class AgentState:
     _resting: dict[str, bool] = field(default_factory=dict)
     """Resting replica → whether the present controller has named it so in its state."""
     _ends: dict[str, ActorEnded] = field(default_factory=dict)
+    """Report on the last end of each actor, kept to be sent again."""
     _all_started: bool = False
     """Whether all actors were started once, after the controller's first answer."""
     _reachable: bool = False
@@ -197,7 +201,7 @@ class AgentState:
             # The controller refuses an agent whose host has left.
             return []
         if not (self.ending or self._all_started) and all(may_rest(name, is_healable=True) for name in self.logs):
-            # All are replicas: the controller lets them rest, or ends the run if there are no others.
+            # All are replicas: the controller lets them rest, or ends the run if it has no others of their role.
             self.leaving, self.unreached = True, reason
             return []
         if not self.ending:
@@ -217,13 +221,13 @@ class AgentState:
         return self._condemn(CONTROLLER, f"it did not answer for {now - self._answered_at:.0f} s") if silent else []
 
     def spawned(self, name: str, incarnation: int) -> list[Instruction]:
-        """A process of an actor is started with this incarnation."""
+        """A process of an actor is being started with this incarnation. The result applies only if that succeeds."""
         self.incarnations[name] = incarnation
         self._lived_while_cut_off.discard(name)
         return [] if name == CONTROLLER else [ActorStarted(name=name, incarnation=incarnation)]
 
     def exited(self, name: str, exit_code: int, hint: str, now: float) -> list[Instruction]:
-        """A process and all of its group are gone; ``hint`` is the last line of its log.
+        """A process has ended with its group, or failed to start; ``hint`` is the last line of its log, or the reason.
 
         Returns the report on the end, but the controller's own end has none. While the run continues here, the end
         counts as a death. An exit code of 0 does so only if the controller did not ask for it (``end_noted``). The
@@ -285,6 +289,7 @@ class AgentState:
 
     @property
     def _first_answer_s(self) -> float:
+        """Seconds in which a controller that was started must answer for the first time."""
         return max(FIRST_WORD_S, self.policy.silence_s)
 
     def _controller_exited(self, exit_code: int, hint: str, now: float) -> list[Instruction]:
@@ -310,8 +315,8 @@ class AgentState:
         instructions: list[Instruction] = list(self._ends.values()) if self._unanswered_calls else []
         continues = state.phase in ("starting", "running", "preempting")
         if continues and not self._reachable:
-            # No controller has answered here before. For a successor, ``controller_found`` is called before this. Its
-            # instructions have the ends too.
+            # This is the first controller that answers here. For a successor, the caller has called
+            # ``controller_found`` before. The instructions from there have the ends too.
             instructions = self.controller_found(now) or instructions
         self._note_answer(now)
         self._has_checkpoint |= state.checkpoint >= 0
@@ -467,6 +472,7 @@ class AgentState:
         return not self.is_head and self._reachable and now - self._answered_at >= cut_off_s
 
     def _apply_rests(self, state: RunState) -> list[Instruction]:
+        """Kill the replicas that the state names as resting, and start those that it named before and no longer."""
         if self.leaving or self.ending:
             return []
         instructions: list[Instruction] = []
@@ -513,6 +519,7 @@ class AgentState:
         return report
 
     def _fail(self, name: str, reason: str, exit_code: int) -> None:
+        """Record the failure that ends the run here. It keeps the exit code if a restart cannot mend that, else 1."""
         code = exit_code if exit_code in UNHEALABLE_EXITS else 1
         self.failure = ActorFailed(name, reason, log=self.logs.get(name), exit_code=code)
 

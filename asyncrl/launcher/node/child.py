@@ -1,9 +1,9 @@
 """One actor's process: started in its own session, with its own log and environment.
 
-Invariant: after ``wait``, no process of the actor's group or session is left, except those in ``stuck``, which the
-kernel holds. The session includes wardens, the processes that run users' code (workers/warden.py). When the actor dies,
-its leftovers become children of the agent. The agent sends them END first, because only a warden finds what users' code
-has started in other sessions. After ``warden.END_S`` the agent kills what is left.
+Invariant: after ``wait``, no process of the actor's group or session is left, except those in ``stuck``. The session
+includes wardens, each the parent of a process that runs users' code (workers/warden.py). When the actor dies, its
+leftovers become children of the agent. The agent first sends them the signal END, on which a warden ends users' code.
+Only a warden finds what this code has started in other sessions. After ``warden.END_S`` the agent kills what is left.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from asyncrl.workers import warden
 LEFTOVERS_S = 10.0
 """Seconds for the leftovers of a process to end, longer than ``warden.END_S``. Later ones are in ``stuck``."""
 HINT_BYTES = 8192
+"""Bytes at the end of a log that ``last_words`` searches."""
 HINT_CHARACTERS = 300
 
 
@@ -53,7 +54,7 @@ class Child:
     """Offset in the log at which this process began to write (bytes)."""
     _pidfd: int
     stuck: list[int] = field(default_factory=list)
-    """Pids of leftovers that do not end though they were killed."""
+    """Pids of leftovers that did not end within LEFTOVERS_S: held by the kernel, or of another user, as by sudo."""
     _reaped: bool = False
 
     @classmethod
@@ -84,7 +85,8 @@ class Child:
 
         Leftovers are the members of its group and session, which become children of the agent, a subreaper. They get
         END, and are killed after ``warden.END_S``. Those left after LEFTOVERS_S are recorded in ``stuck``. ``others``
-        are the pids of the other actors of this host. No other code may wait for the process.
+        are the pids of the host's other actors. They lead sessions of their own, so their groups need no look-up. No
+        other code may wait for the process.
         """
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
@@ -96,7 +98,7 @@ class Child:
             os.close(self._pidfd)
         exit_code = reap_child(self.pid)
         self._reaped = True
-        # While the group or session has members, the kernel does not reuse its pid.
+        # While the group or session has members, the kernel gives its id, ``self.pid``, to no other process.
         began, signalled = loop.time(), set[int]()
         while orphans := group_members([p for p in children_of(os.getpid()) if p not in others], self.pid):
             waited_s = loop.time() - began

@@ -5,7 +5,7 @@
 The guard is a subreaper. When the agent dies, even by SIGKILL, the kernel makes all its descendants children of the
 guard, so no bookkeeping can miss one. The guard then kills its children until none is left, and removes the run's
 private folder. Its exit code is the agent's, 128 + the signal that killed the agent, or 1 if a process cannot be ended.
-The guard kills a frozen agent (agent_heartbeat.py), which restarts no actor and obeys no command.
+A frozen agent restarts no actor and obeys no command, so the guard kills it (agent_heartbeat.py).
 
 Standard input and output are the agent's. The guard holds them open, so their end means that no process is left. The
 guard and the agent hold the lock of the private folder. The guard ignores signals for the run, which the agent handles.
@@ -53,7 +53,7 @@ def main() -> int:
     silent_s = 0.0
     try:
         if silent_s := HeartbeatWatch(agent, heartbeats).until_end_or_frozen():
-            # The agent is not reaped, so no other process has its pid. Alive, it could wake up unwatched.
+            # The agent is not reaped, so no other process has its pid. If left alive, it could resume unwatched.
             os.kill(agent, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
     finally:

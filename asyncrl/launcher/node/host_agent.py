@@ -61,6 +61,7 @@ STACKS_S = 5.0
 FAREWELL_S = 2.0
 """Seconds for each of the last steps: stacks, farewell, logs, and the wait for ARRIVED."""
 ASK_STOP_S = 2.0
+"""Seconds for the controller to confirm a request to stop the run; after them everything is killed."""
 
 
 class HostAgent:
@@ -128,7 +129,7 @@ class HostAgent:
         return self._say_how_it_ended()
 
     def _owes_farewell(self) -> bool:
-        """Whether the controller must hear that this host has ended: the run may continue, and it knows the host."""
+        """Whether the controller must hear that this host has ended: it knows the host, and the run may continue."""
         return not self._state.unreached and (self._state.leaving or self._state.failure is not None)
 
     async def _say_farewell(self, link: AgentLink) -> None:
@@ -284,7 +285,7 @@ class HostAgent:
             self._launcher.emit(_event_of(line))
         # Take the stacks of stuck actors first: ``AgentState`` may kill them below.
         self._stuck.take_stacks_of(state.stuck, self._children)
-        # Also first: an actor that ``AgentState`` starts must get a number above these.
+        # Also first: an actor that ``AgentState`` starts must get an incarnation above the dead ones.
         self._incarnations.stay_above(state.dead, state.generations)
         own = agent_name(self._spec.index)
         for leaving in state.leaving:
@@ -303,7 +304,7 @@ class HostAgent:
         if self._spec.host:
             argv += ["--host", self._spec.host, "--private", private_name(self._spec.index)]
         if ROLES[role_of(name)].fixed:
-            # Such an actor always uses the keys of its first start, because others know its address without an attempt.
+            # Such an actor always uses the keys of its first start, because its peers know its address, but no attempt.
             argv += ["--attempt", "0"]
             if self._address:
                 # A restarted controller binds to the first one's address, because the others know no other.
@@ -332,6 +333,7 @@ class HostAgent:
         self._handle(self._state.exited, child.name, exit_code, hint)
 
     async def _report(self, link: AgentLink, message: ActorStarted | ActorEnded) -> None:
+        """Send a report. If it is on an end, pass to ``AgentState`` whether the controller had asked for the end."""
         reply = await link.report(message)
         if isinstance(reply, EndNoted):
             self._handle(self._state.end_noted, message.name, message.incarnation, reply.asked)
@@ -375,6 +377,7 @@ class HostAgent:
 
 
 def _event_of(line: dict[str, Any]) -> MetricsEvent | NoticeEvent | ReadyEvent:
+    """Make the event for one of ``RunState.lines``."""
     if line.get("kind") == READY:
         return ReadyEvent(name=line["actor"])
     if line.get("kind") == NOTICE:

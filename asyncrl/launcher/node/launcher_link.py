@@ -1,7 +1,7 @@
 """A node agent's connection to its launcher: events, heartbeats, and the logs of a host without the shared run folder.
 
-A suspended launcher may read nothing for days, so events are dropped while much is unread; the logs have them. Logs are
-sent in order and in whole lines. Lines beyond the launcher's room wait in their file.
+A suspended launcher may read nothing for days, so most events are dropped while much is unread. Logs are sent in order
+and in whole lines. Lines for which there is no room wait in their file.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ _ALWAYS_SENT = (ControllerEvent, LogEvent, EndedEvent)
 CHUNK_BYTES = 128 << 10
 """Longest piece of a file in one event; a longer line is cut."""
 SHIP_S = 0.25
+"""Pause between two looks for new log lines."""
 READ_S = 0.02
 """Pause for the launcher to read, before the end."""
 
@@ -33,6 +34,7 @@ class LauncherLink:
     def __init__(self, output: asyncio.StreamWriter, logs: Path) -> None:
         self._output, self._logs = output, logs
         self._sent: dict[str, int] = {}
+        """Bytes of each log that were sent, by file name."""
 
     def emit(self, event: Event) -> None:
         """Send an event, unless the launcher is gone or has too much unread for an event of this kind."""
@@ -98,6 +100,7 @@ class LauncherLink:
 
     @staticmethod
     def _read_piece(path: Path, start: int, *, last: bool) -> bytes:
+        """Read lines from the offset ``start`` on, at most CHUNK_BYTES; empty if no new line is complete."""
         with path.open("rb") as file:
             file.seek(start)
             piece = file.read(CHUNK_BYTES)

@@ -4,8 +4,8 @@ If it is installed and allowed, py-spy takes the stacks from outside, also of a 
 processes. Otherwise SIGUSR1 asks the process to write the stacks of its threads and tasks to its log
 (rpc/stack_requests.py). A stopped process gets no signal; only the state that the kernel reports is shown.
 
-Invariant: ``take_stacks`` ends within ``timeout_s`` and about one second. It leaves no process behind, changes nothing
-in the other process and never raises. The text names what is missing.
+Invariant: ``take_stacks`` ends within ``timeout_s`` plus about one second. It leaves no process behind, changes nothing
+in the actor's process and never raises. The text names what is missing.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from asyncrl.observe.logging import get_logger, write_text
 from asyncrl.rpc.stack_requests import TASKS_END
 
 LOOK_S = 0.05
+"""Pause between two reads of the log of an actor that was asked for its stacks."""
 MOST_BYTES = 1 << 20
 """Most bytes of stacks that are read."""
 KILL_S = 1.0
+"""Seconds for py-spy to end once it is killed."""
 
 
 class StuckActors:
@@ -50,7 +52,7 @@ class StuckActors:
         self._log = get_logger(agent)
 
     def take_stacks_of(self, stuck: Sequence[Stuck], children: Mapping[str, Child]) -> None:
-        """Take the controller's list of stuck actors, and show each report once. ``children``: the actors here."""
+        """Show each new report in the controller's list ``stuck`` on an actor of ``children``, and take its stacks."""
         reported_before, self._reported = self._reported, {}
         for actor in stuck:
             key = (actor.name, actor.incarnation, actor.number)
@@ -122,6 +124,7 @@ def process_state(pid: int) -> str:
 
 
 def _is_stopped(state: str) -> bool:
+    """Whether a state from ``process_state`` begins with T (stopped by a signal) or t (by a debugger)."""
     return state.startswith(("T", "t"))
 
 
@@ -189,6 +192,7 @@ async def _ask_for_stacks(child: Child, timeout_s: float) -> str:
 
 
 def _plain_lines(log: Path, start: int) -> str:
+    """Return the lines of a log that are not JSON, from the offset ``start`` on."""
     try:
         with log.open("rb") as file:
             file.seek(start)

@@ -24,8 +24,9 @@ from asyncrl.launcher.run_folder.private import CONFIG
 from asyncrl.observe.metrics_line import read_metrics
 
 ENDED = "ended.json"
+"""File in the run folder: the newest EndRecord."""
 NO_SIGNAL = "no signal:"
-"""Prefix of the learner's reason (learner/groups/intake.py) if it ends because no group can be trained."""
+"""Prefix of the learner's reason (learner/groups/notices.py) if it ends because no group can be trained."""
 COMMAND = "command.txt"
 """File in an attempt's folder of logs: the command that began it."""
 
@@ -49,7 +50,7 @@ def read_ended(folder: RunFolder) -> EndedEvent | None:
 
 
 def read_end_of(run_dir: Path, logs: str) -> EndedEvent | None:
-    """Return how the attempt with the folder of logs ``logs`` ended, or None, as ``read_ended``. Raises OSError."""
+    """As ``read_ended``, for the attempt whose folder of logs has the name ``logs``. Raises OSError."""
     with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
         record = msgspec.json.decode((run_dir / ENDED).read_bytes(), type=EndRecord)
         # Compare names only: hosts may see the same folder under several paths.
@@ -62,7 +63,7 @@ class RunProgress:
     """How far a run has come, and what of it is on disk."""
 
     checkpoint: Found | None
-    """The newest complete checkpoint."""
+    """The newest complete checkpoint; None without any, or if they cannot be read."""
     trained: int
     """The last trained step; 0 for none."""
     trouble: str = ""
@@ -152,6 +153,7 @@ def describe_end(folder: RunFolder, ended: EndedEvent, left: RunProgress) -> lis
 
 
 def _command(folder: RunFolder) -> str:
+    """Return the command that began the attempt, or words in its place if it is unknown."""
     try:
         return os.fsdecode((folder.logs / COMMAND).read_bytes()).strip()
     except OSError:

@@ -40,6 +40,7 @@ class RunFolder:
 
     path: Path
     run_id: str
+    """Random identifier of this attempt; each attempt has a new one."""
     attempt: int = 1
     """Number of starts and resumes in this folder, this one included."""
 
@@ -71,7 +72,7 @@ def with_date(config: Config, resumed: Path | None) -> Config:
 
 
 def with_pins_of(config: Config, resumed: Path | None) -> Config:
-    """Return the configuration with the pins of the run folder ``resumed`` for names of the hub that did not change."""
+    """Return the configuration with the pins (commits) of the run folder ``resumed`` for unchanged hub names."""
     was: dict[str, Any] = {}
     if resumed is not None:
         with contextlib.suppress(OSError, ValueError):
@@ -121,6 +122,7 @@ def free_run_folder(config: Config) -> Path:
 
 
 def _free_paths(config: Config) -> Iterator[Path]:
+    """Yield the paths for ``run.name``, in order, that no run folder and no checkpoints take."""
     parent = Path(config.run.dir).absolute()
     for number in count(1):
         path = parent / (config.run.name if number == 1 else f"{config.run.name}-{number}")
@@ -154,7 +156,7 @@ def _started_as(path: Path, name: str) -> bool:
 
 
 def last_attempt(run: Path) -> int:
-    """Number of the newest attempt that has a folder of logs; 0 if there is none."""
+    """Return the newest attempt, a number from 1, that has a folder of logs; 0 without any."""
     matches = (re.fullmatch(r"attempt_(\d+)", entry.name) for entry in run.glob("logs/attempt_*"))
     return max((int(match[1]) for match in matches if match), default=0)
 
@@ -180,6 +182,7 @@ def begin_attempt(folder: RunFolder, config: Config) -> None:
 def make_run_keyring(config: Config, run_id: str, agents: int = 1) -> Keyring:
     """Make the credentials of all actors, of the launcher, of viewers, and of the agents of ``agents`` hosts."""
     names = [*config.actors, *map(agent_name, range(agents)), LAUNCHER, VIEWER]
+    # An actor has a key pair for each of its starts.
     attempts = config.supervision.max_restarts + 1
     return make_keyring(run_id, names, attempts=attempts, curve=config.curve, sealing=SEALING)
 

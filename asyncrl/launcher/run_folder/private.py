@@ -35,7 +35,7 @@ PRIVATE = private_name(0)
 LOCK = "lock"
 """Names of the head's private folder and of the lock in a private folder."""
 RUN_ID = "run_id"
-"""File in the folder of logs, for several hosts: a host that reads this run's id there shares the run folder."""
+"""File in an attempt's folder of logs, for several hosts: a host that reads the id there shares the run folder."""
 
 
 def hold_private(private: Path, run_id: str, files: Mapping[str, Any]) -> int:
@@ -96,7 +96,7 @@ def remove_abandoned(parent: Path) -> list[Path]:
 
 
 def remove_if_abandoned(private: Path) -> bool:
-    """Remove a private folder whose lock is free. Returns whether it was; False also if the lock cannot be read."""
+    """Remove a private folder whose lock is free. Returns whether it was removed; False if the lock cannot be read."""
     # The lock is held during the removal, so that no launcher takes the folder over.
     with contextlib.suppress(OSError), try_lock(private / LOCK) as is_free:
         if is_free:

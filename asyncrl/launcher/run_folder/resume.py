@@ -213,6 +213,7 @@ def _require_same(config: Config, state: CheckpointState) -> None:
 
 
 def _adapter_problems(was: Adapters, now: Adapters) -> Iterator[str]:
+    # A rank of 0 means no adapters, so alpha and targets count only if both ranks are set.
     for key in ("rank", "alpha", "targets") if was.rank and now.rank else ("rank",):
         before, after = getattr(was, key), getattr(now, key)
         if before != after:

@@ -1,10 +1,10 @@
 """--detach: a launcher that outlives its terminal. Standard library only.
 
 The command forks. The child is the launcher, in a session of its own. The parent waits until the run is in its running
-phase; meanwhile it shows what the child writes and passes signals on to it. The child writes to an unnamed temporary
-file until there is a run folder. Then it copies that file to ``launcher.log`` among the run's logs, and writes there.
-If the child ends before the run is running, the command shows all its output and ends with its exit code. A
-terminal that closes meanwhile ends the parent alone.
+phase. Until then it shows what the child writes, and passes signals on to the child. The child writes to an unnamed
+temporary file until there is a run folder. Then it copies that file to ``launcher.log`` among the run's logs, and
+writes there. If the child ends before the run is running, the command shows all its output and ends with its exit code.
+A terminal that closes meanwhile ends the parent alone.
 
 A pipe from child to parent carries messages, a JSON object a line: where the run is, then ``{}`` once it is running.
 
@@ -74,7 +74,7 @@ class Detached:
 
 
 def detach() -> Detached | int:
-    """Fork. In the child, return its side at once; in the parent, wait for the run and return the exit code.
+    """Fork. In the child, return a Detached at once; in the parent, wait for the run and return the exit code.
 
     The child's standard streams lead to /dev/null and the temporary file. Raises OSError.
     """
@@ -102,6 +102,7 @@ class _Waiting:
         self._child, self._pipe, self._output = child, pipe, output
         """Pid of the child, read end of the pipe, and the file that the child writes now."""
         self._offset = 0
+        """Number of bytes at the beginning of this file that were shown."""
         self._run: dict[str, str] = {}
         """Where the run is, by the keys run, log and head; empty before the child's first message."""
 

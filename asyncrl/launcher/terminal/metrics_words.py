@@ -106,6 +106,7 @@ def describe_eval(line: Line) -> str:
 
 
 def _eval_parts(numbers: Mapping[str, float]) -> list[str]:
+    """Return the other numbers of an evaluation as texts: pass@k for the least and the largest k, length and so on."""
     passed, components = pass_at_numbers(numbers), component_numbers(numbers)
     parts = [f"pass@{k} {fixed(passed[k], 3)}" for k in dict.fromkeys([*passed][:1] + [*passed][-1:])]
     if "length_mean" in numbers:

@@ -63,7 +63,9 @@ class TerminalProgress:
         self._pace = RunPace(steps, now())
         self.notices = ShownNotices()
         self.step = 0
+        """The step of the newest training line; 0 before it."""
         self.restarts: dict[str, int] = {}
+        """Number of restarts by actor."""
         self._untrained: dict[str, int] = {}
         """Counts of what was not trained, in the last step's line, by metric (``untrained_counts``); empty at first."""
         self._learner_died: tuple[str, float] | None = None
@@ -83,11 +85,13 @@ class TerminalProgress:
         self._died_at: dict[str, float] = {}
         """Time of death (s, monotonic) of each actor that died and is not ready again."""
         self._controller = 0
+        """Incarnation of the controller that sent the newest state; 0 before it."""
         self._lost_hosts: Mapping[str, list[str]] = {}
+        """Actors by lost host, in the newest state."""
         self._actors_awaited: int | None = None
         """Number of actors in the last line that showed what the start waits for; None before it."""
         self._stages: dict[str, str] = {}
-        """The text of each of these actors, with its stage, once no more than NAMES_SHOWN are left."""
+        """Text, with the stage, of each actor that the start waits for; empty while more than NAMES_SHOWN are left."""
         self._hosts_awaited = 0
         """Number of hosts in the last line that showed which hosts have not answered."""
 
@@ -160,6 +164,7 @@ class TerminalProgress:
                 self.warn(
                     [f"host {host} is lost: nothing is heard of it; dead with it: {name_some(actors, NAMES_SHOWN)}"]
                 )
+        # The key of a lost host is NAME (agent/N).
         agents = tuple(f"({name})" for name in state.leaving)
         for host, actors in lost_before.items():
             if host in state.lost_hosts:
@@ -241,10 +246,12 @@ class TerminalProgress:
             self._write(self._fitted(text) if self._is_terminal else f"{text}\n")
 
     def _fitted(self, text: str) -> str:
+        """Return ``text`` cut to the width of the terminal."""
         width = shutil.get_terminal_size().columns - 1
         return text if cell_len(text) <= width else set_cell_size(text, width)
 
     def _write(self, text: str) -> None:
+        """Write to ``out``; on a terminal, in place of the rewritten line."""
         PRINTER.print_to(self._out, CLEAR_LINE + text if self._is_terminal else text)
 
 
@@ -302,9 +309,11 @@ class _Shown:
     """The notices with one actor and key."""
 
     event: NoticeEvent
+    """The newest notice."""
     shown: NoticeEvent
+    """The notice with which later ones are compared: the last one shown, or the first of a restarted actor."""
     at: float
-    """Time (s, monotonic) at which ``shown`` was shown."""
+    """Time (s, monotonic) at which a notice was last shown."""
 
 
 class ShownNotices:
@@ -357,6 +366,7 @@ class ShownNotices:
         ]
 
     def _is_of_dead(self, event: NoticeEvent) -> bool:
+        """Whether the notice is from an incarnation that died."""
         return event.incarnation <= self._ended.get(event.actor, -1)
 
 

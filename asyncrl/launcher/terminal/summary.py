@@ -26,7 +26,7 @@ OF_THE_RUN = {
     "ledger/rested": "rests of prompts",
 }
 OF_A_LEARNER = {"rollout/dropped_trajectories": "trajectories dropped", "rollout/failed_attempts": "failed attempts"}
-"""Metrics that count what was not trained, since the start of the run, or since each start of the learner."""
+"""Metrics that count what was not trained: OF_THE_RUN since its start, OF_A_LEARNER since each learner's start."""
 
 
 def show_end(config: Config, folder: RunFolder, ended: EndedEvent, progress: TerminalProgress) -> int:

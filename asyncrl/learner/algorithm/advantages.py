@@ -2,8 +2,9 @@
 
 An advantage is a function from the rewards of a step's groups to one number for each turn.
 
-Masked trajectories are included: they belong to the baseline. Every token of a turn has the advantage of its turn.
-Except under ``reinforce``, the advantages of a group are 0 if all its rewards are equal and every past_it (below) is 0.
+Masked trajectories (batch.py) are included: they belong to the baseline. Every token of a turn has the advantage of its
+turn. Except under ``reinforce``, the advantages of a group are 0 if all its rewards are equal and every past_it (below)
+is 0.
 
 The return of turn t of trajectory i is r_i - past_it, where past_it is the reward that the turn cannot have caused
 (``Turn.past_reward``). This is the reward of earlier turns, and of turns in parallel branches, even later ones. The
@@ -180,8 +181,8 @@ def _signals(group: Group, signal: str) -> np.ndarray:
     """Signal of each trajectory: float64 [n].
 
     A trajectory that lacks the component has its reward before the overlong penalty as its signal. Raises ConfigError
-    if all trajectories lack the component. A group is excused if the scoring of one ran out of time: its reward then
-    has only the component ``timed_out``.
+    if all trajectories lack the component. A group is excused if the scoring of a trajectory ran out of time: the
+    reward of that trajectory has only the component ``timed_out``.
     """
     values = []
     for trajectory in group.trajectories:

@@ -113,7 +113,10 @@ class OptimizerUpdatePlan:
     """Tokens computed by all ranks, prompts and conversations included. A beginning shared in a row counts once."""
     supervised: SupervisedPlan | None = None
     recorded: list[np.ndarray] = field(default_factory=list)
-    """For the first sequences, those of groups that samples/ gets: which sampled tokens have a loss, bool [S] each."""
+    """Which sampled tokens have a loss, bool [S], for each sequence of the groups that samples/ gets.
+
+    These are the first of ``sequences``.
+    """
 
     @property
     def uids(self) -> list[str]:
@@ -193,8 +196,9 @@ def build_step(
 
     ``groups`` are trained in the order given (the caller orders them by (epoch, index)). ``penalties`` are subtracted
     from the rewards, for the advantages only; ``teacher`` holds log-probs of ``groups`` by a teacher on a server.
-    ``version`` is the newest published version, ``fresh`` whether no step was trained since. ``packed`` False puts each
-    sequence in a row of its own; ``shared`` lets rows compute the common beginning of a group's sequences once.
+    ``version`` is the newest published version, ``fresh`` whether no step was trained since. ``world_size`` is the
+    number of row groups. ``packed`` False puts each sequence in a row of its own; ``shared`` lets rows compute the
+    common beginning of a group's sequences once.
 
     Masked trajectories and late tokens get no loss. An update without a loss token is left out of the plan. With
     ``skip_zero_advantages`` a token of advantage 0 has no gradient (losses.py). A sequence of such tokens is not
@@ -275,6 +279,7 @@ def step_metrics(trained: Sequence[Group], filtered: Sequence[Group], version: i
 
 
 def _advantages(groups: Sequence[Group], penalties: Penalties | None, advantage: Advantage) -> Advantages:
+    """Compute the advantages of the groups from their rewards, less the penalties if there are any."""
     if not groups:
         return []
     scored = [scored_group(group) for group in groups]
@@ -332,6 +337,7 @@ def _trained_sequences(
 
 
 def _prompt_ids(group: Group, sequence: TokenSequence) -> np.ndarray:
+    """The sequence's own prompt, or else the prompt of the lease."""
     return group.lease.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids
 
 

@@ -41,5 +41,6 @@ class BuiltIn(dict[str, Any]):
 
 
 def _options(function: Callable[..., Any]) -> str:
+    """List the keyword-only parameters of a function and their defaults, as Markdown."""
     parameters = inspect.signature(function).parameters.values()
     return ", ".join(f"`{p.name}` = {p.default}" for p in parameters if p.kind == p.KEYWORD_ONLY)

@@ -1,8 +1,8 @@
 """Metrics of a step that follow from its groups alone: rewards, staleness, lengths.
 
 Pure functions. ``reward/*`` and ``rollout/*`` count the groups that the step trains, and those filtered since the step
-before. The buffer may have held a trained group for longer. ``reward/trained_mean`` and ``staleness/*`` count trained
-groups only. A fraction or a mean that has nothing to count is missing from the result; it is never 0 instead.
+before. A trained group may have waited in the buffer for several steps. ``reward/trained_mean`` and ``staleness/*``
+count trained groups only. A fraction or a mean that has nothing to count is missing from the result; it is never 0.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def signal_metrics(trained: Sequence[Group], filtered: Sequence[Group], config: 
     The shares are missing if ``learner.signal`` names a component that the rewards lack.
     """
     groups = [*trained, *filtered]
+    # The source of a group is "" without a mixture.
     sources = np.array([group.lease.source for group in groups])
     metrics: dict[str, float] = {}
     for name in sorted({*sources} - {""}):
@@ -167,6 +168,7 @@ def is_late(group: Group, version: int, limit: int) -> bool:
 
 
 def _left_out(stale: int, config: StalenessConfig) -> bool:
+    """Whether tokens of this staleness get no loss."""
     return config.hard and stale > config.max
 
 

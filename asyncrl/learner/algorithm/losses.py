@@ -69,7 +69,7 @@ class TokenBatch:
     behaviour: Tensor
     """Log-prob as the engine reported it, under the version that sampled the token: float32 [N]."""
     proximal: Tensor
-    """Log-prob under the weights before the first update, in which it equals ``logprobs``: float32 [N]."""
+    """Log-prob under the weights before the first update from the batch, whose ``logprobs`` it equals: float32 [N]."""
     advantages: Tensor
     """Advantage: float32 [N]."""
     weights: Tensor
@@ -81,9 +81,9 @@ class TokenBatch:
     staleness: Tensor
     """Staleness, versions: int32 [N]; -1 where the engine's log-prob is of no single version."""
     reference: Tensor | None = None
-    """Log-prob under the frozen reference, where the loss says ``reference`` or a KL is set: float32 [N]."""
+    """Log-prob under the frozen reference: float32 [N]; None without the trait ``reference`` and without a KL."""
     teacher: Tensor | None = None
-    """Log-prob under the teacher, where the loss says ``teacher``: float32 [N]."""
+    """Log-prob under the teacher: float32 [N]; None unless the loss has the trait ``teacher``."""
 
     def sum_by_sequence(self, values: Tensor) -> Tensor:
         """Give each token the sum of ``values`` over its sequence: [N] -> [N]."""
@@ -258,6 +258,7 @@ def supervised(logprobs: Tensor) -> Tensor:
 
 
 def _clipped(batch: TokenBatch, ratio: Tensor, low: float, high: float) -> TokenLosses:
+    """Token losses -min(r A, clip(r, 1 - low, 1 + high) A) with r = ``ratio``, and the number of clipped tokens."""
     plain = ratio * batch.advantages
     bounded = ratio.clamp(1.0 - low, 1.0 + high) * batch.advantages
     # Where both are equal, ``plain`` has the whole gradient: torch's minimum would give each of them one half.
@@ -266,6 +267,7 @@ def _clipped(batch: TokenBatch, ratio: Tensor, low: float, high: float) -> Token
 
 
 def _count(batch: TokenBatch, tokens: Tensor) -> Tensor:
+    """Count these tokens, bool [N], without fillers. The metric ``loss/NAME`` is this sum as a share of all tokens."""
     return (tokens & (batch.weights > 0)).sum()
 
 

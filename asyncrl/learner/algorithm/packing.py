@@ -15,6 +15,8 @@ those before each, do not depend on other sequences of its row. A filler is a ro
 
 Ranks meet in every layer, so a micro-batch takes as long as its slowest rank: rows of similar cost run side by side. A
 family stays in one row, unless it does not fit, or the ranks would wait longer than its prefix takes in several rows.
+
+In this module a rank is a row group: one rank of the learner, or several that share rows (fsdp/model/row_group.py).
 """
 
 from __future__ import annotations
@@ -381,6 +383,7 @@ def lay_out(sequences: Sequence[np.ndarray], shared_prefixes: SharedPrefixes) ->
 def _row(
     sequences: Sequence[Computed], weights: Sequence[float], row: Sequence[int], shared_prefixes: SharedPrefixes
 ) -> MicroBatch:
+    """Build the MicroBatch of a row, which has at least one sequence."""
     members = [sequences[i] for i in row]
     counts = [len(s.predict) for s in members]
     layout = lay_out([s.input_ids for s in members], shared_prefixes.among(row))
@@ -411,7 +414,7 @@ def _whole(count: int) -> TokenSets:
 
 
 def _row_routes(members: Sequence[Computed], layout: Layout) -> np.ndarray:
-    """MicroBatch.routes. The sequences of a family have the same routes in its common beginning."""
+    """MicroBatch.routes; empty if a sequence has none. In a common beginning all sequences have the same routes."""
     found = [sequence.routes for sequence in members if sequence.routes is not None]
     if len(found) < len(members):
         return np.zeros(0, np.uint8)

@@ -15,17 +15,17 @@ from asyncrl.config import Config
 from asyncrl.messages.groups import Group, Trajectory
 
 SEQUENCES = 8
-"""Number of sequences."""
+"""Largest number of sequences in a probe."""
 LENGTH = 128
-"""Tokens of the longest sequence."""
+"""Largest number of tokens in a sequence."""
 
 
 class ProbeSequence(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens of a prompt and a response, one or more. Engines are asked to sample the next token after some of them."""
+    """Tokens of a prompt and a response, at least one. After some of its prefixes engines also sample one token."""
 
     tokens: list[int]
     begin: int
-    """Smallest number of tokens after which an engine samples one: at least 1, at most all."""
+    """Length of the shortest prefix after which engines sample: at least 1, at most the whole sequence."""
 
 
 def probe_length(config: Config) -> int:

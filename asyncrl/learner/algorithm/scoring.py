@@ -1,4 +1,4 @@
-"""Log-probs of a step's groups before it is planned, and the KL penalty that they give. Pure; torch is not imported.
+"""Log-probs of a step's groups, needed to plan the step, and the KL penalty that they give. Pure; imports no torch.
 
 A scoring pass covers every sampled token, also masked or late ones without a loss: the rewards of all trajectories are
 in the baseline of their group. Invariant: a pass gives one value for each sampled token in the order of

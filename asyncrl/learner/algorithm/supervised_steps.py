@@ -98,6 +98,7 @@ class _Demonstration:
 
 
 def _with_terms(plan: StepPlan, terms: Sequence[SupervisedPlan], metrics: dict[str, float]) -> StepPlan:
+    """Add one term to each update of the plan, and ``metrics`` to its metrics."""
     updates = [
         replace(update, tokens=update.tokens + term.tokens, supervised=term)
         for update, term in zip(plan.updates, terms, strict=True)

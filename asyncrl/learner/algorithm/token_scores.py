@@ -1,7 +1,7 @@
-"""The learner's log-probs and entropies of the tokens whose groups samples/ gets, as a step computes them. Pure.
+"""The learner's log-probs and entropies of the tokens that samples/ shows, as a step computes them. Pure.
 
-Each rank picks those of its micro-batches; rank 0 sorts them by sequence. Invariant: a step computes nothing for this,
-and each value is of the weights that its update was computed with.
+Each rank picks the values of these tokens in its own micro-batches; rank 0 sorts them by sequence. Invariant: a step
+computes nothing in addition, and each value is of the weights with which its update was computed.
 """
 
 from __future__ import annotations

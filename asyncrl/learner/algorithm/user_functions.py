@@ -115,7 +115,7 @@ class CheckedLoss:
 
 
 LENGTHS = (3, 2)
-"""Tokens of each of the two sequences."""
+"""Tokens of the two sequences in the made-up batch on which the loss is tried."""
 
 
 def problems_of(config: LearnerConfig, samples: int) -> list[str]:

@@ -11,15 +11,15 @@ Order of calls, rank 0::
     backend.setup(host, port)                   # blocks until every rank is there and the model is checked
     backend.load(folder)                        # to continue from a checkpoint; before everything else
     probe = backend.probe(sequences)
-    publishing = backend.publish(0, probe)      # runs in the background; the caller releases its result
-    scores = backend.score(scoring)             # where the rewards of a step need it
+    publishing = backend.publish(0, probe)      # runs in the background; the caller closes its result
+    scores = backend.score(scoring)             # if the rewards of a step need the reference
     plan = build_step(groups, ..., world_size=config.learner.row_groups, packed=backend.packed,
                       shared=backend.shares_prefixes)
-    metrics = backend.train(plan)               # an optimizer step for each update; the metrics of one line
+    metrics = backend.train(plan)               # an optimizer step for each update; metrics of the trainer step
     saving = backend.save(folder)               # runs in the background; saving.result() raises its error
     backend.export(folder)
-    backend.rest()                              # whenever it has to wait for groups
-    backend.stop()                              # ends the followers too
+    backend.rest()                              # before the caller waits for groups
+    backend.stop()                              # also ends follow() on the other ranks
 
 Order of calls, every other rank::
 
@@ -58,7 +58,7 @@ from asyncrl.weights.held_version import HeldVersion
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Environment variables with the settings of CUDA's allocator. torch reads them when it is imported, or later.
 
-torch 2.9 reads expandable segments from the first one alone. Up to 2.11 torch warns that this name is old.
+torch 2.9 reads expandable segments from the first one alone. Up to 2.11 torch warns that the first name is old.
 """
 
 
@@ -84,20 +84,20 @@ class Backend(Protocol):
     experts: Experts | None
     """Experts whose routes each trained sequence needs; None if it needs none. ``setup`` sets it."""
     token_scores: dict[SequenceId, TokenScores]
-    """Rank 0: scores of the recorded groups' tokens in the last ``train``; empty if it failed or had no model.
+    """Rank 0: scores of tokens in the last ``train``, by sequence; empty if it failed or had no model.
 
-    A sequence that was not computed has none.
+    Only the groups of a step that samples/ gets have scores, and only sequences that were computed.
     """
     warm_steps: int
     """Supervised steps taken before the first step of the run; ``load`` restores the number."""
     engines_in_turn: int
-    """Number of engines that have a rank's GPU in turn with it (gpu/slices.py); ``setup`` sets it."""
+    """Number of engines, over all ranks, that take turns with a rank on its GPU (gpu/slices.py); set by ``setup``."""
     is_resting: bool
-    """Rank 0: whether no call has come since the last ``rest`` in time slices."""
+    """Rank 0, in time slices: whether no other call has come since the last ``rest``."""
     gpu_wait_s: float
-    """Rank 0: in time slices, the seconds that it took to get its GPU back, since its start; else 0.
+    """Rank 0: total seconds, so far, of its waits to get the GPU back in time slices; else 0.
 
-    For ``train`` and ``score`` it counts the slowest rank's seconds, because all ranks wait for that one.
+    Before ``train`` and ``score`` the slowest rank's wait counts, because all ranks wait for that one.
     """
     on_phase: Callable[[str], None]
     """Callback for each phase of this rank's work: called with its name when it begins, and with "" when it ends.
@@ -118,14 +118,15 @@ class Backend(Protocol):
     def train(self, plan: StepPlan) -> dict[str, float]:
         """Rank 0: train ``plan``, with one optimizer step for each of its updates. Returns metrics by name.
 
-        A plan without updates changes nothing and gives no metrics. The optimizer is reset by the last warm step, and
-        by the first step after any of them.
+        A plan without updates changes nothing and gives no metrics. The optimizer's state is cleared after the last
+        warm step, and before the first step of the run.
 
         With a policy loss: ``loss/policy``, ``policy/entropy`` (nats), ``policy/ess`` (0 to 1), ``policy/behaviour_kl``
         (nats), ``policy/tis_clipped_fraction``, ``policy/ratio_max``; ``policy/engine_kl`` (nats) and
-        ``policy/engine_kl_tokens`` if the weights being trained sampled some of the tokens. With conversations:
-        ``loss/sft`` (nats). Always: ``policy/grad_norm`` (before the clip) and ``learner/lr``; ``perf/mfu`` (0 to 1) if
-        the device's peak is known.
+        ``policy/engine_kl_tokens`` if the weights being trained sampled some of the tokens; ``loss/NAME`` for each
+        named sum of the loss. With conversations: ``loss/sft`` (nats). With routes: ``policy/routes_differ`` (0 to 1).
+        Always: ``policy/grad_norm`` (before the clip) and ``learner/lr``; ``perf/mfu`` (0 to 1) if the device's peak is
+        known. ``sim`` returns ``learner/lr`` alone.
 
         Raises NonFiniteStep on all ranks when a loss or the gradient of an update is not finite. That update changes
         nothing; updates before it stay.
@@ -147,9 +148,9 @@ class Backend(Protocol):
         """Rank 0: copy the weights, or only the adapters if versions hold only these, and seal the copy in segments.
 
         Returns once the previous version is written and rank 0 has copied its shards. Each other rank copies its own
-        before its next command, so later training does not change the copy. The future's result holds ``probe``, and
-        its owner closes it. The future ends with OSError if the segments cannot be written; only this error leaves the
-        ranks in step.
+        before its next command, so later training does not change the copy. The future's result is the version, with
+        ``probe`` in its manifest; the caller closes it. The future ends with OSError if the segments cannot be written;
+        only this error leaves the ranks in step.
         """
 
     def rest(self) -> None:
@@ -192,11 +193,14 @@ class Backend(Protocol):
         """The other ranks: execute the commands of rank 0 until it stops or ``interrupt`` is called.
 
         The wait for the next command has no limit, since rank 0 may wait for groups. It ends at once with an error when
-        the process of rank 0 dies.
+        the process of rank 0 dies. ``follow`` raises NonFiniteStep for a refused update, and may be called again.
         """
 
     def interrupt(self) -> None:
-        """From any thread: make ``follow`` return within a few seconds, the next time it waits for a command."""
+        """From any thread: make ``follow`` return the next time that it waits for a command, at once if it waits now.
+
+        A wait for the GPU in time slices ends with RuntimeError.
+        """
 
     def stop(self) -> None:
         """End this rank's part; on rank 0 also that of the followers."""

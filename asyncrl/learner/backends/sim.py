@@ -51,7 +51,7 @@ class SimTrainer:
         self._rank = rank
         self._steps = 0
         self._assembly: Future[HeldVersion] | None = None
-        """The newest assembly; it may have ended."""
+        """The newest run of ``_assemble``; it may have ended. None before the first."""
         self._slices: RankSlices | None = None
         self.is_resting, self.gpu_wait_s = False, 0.0
 
@@ -59,10 +59,10 @@ class SimTrainer:
         return host, 0
 
     def setup(self, host: str, port: int) -> None:
-        """Take the GPU, if there are time slices; there are no other ranks and no model."""
+        """In time slices, take the GPU on rank 0, and leave it to the engine on each other rank; there is no model."""
         self._slices = rank_slices(self._config, self._rank)
         if self._slices is not None:
-            # This rank alone counts, because the others never take their GPUs.
+            # Only rank 0's engine counts, because the other ranks never take their GPUs.
             self.engines_in_turn = 1
             self._slices.open()
         if self._rank:
@@ -71,6 +71,7 @@ class SimTrainer:
             self._take()
 
     def _take(self) -> None:
+        """End a rest; in time slices, wait for the GPU and count the seconds."""
         self.is_resting = False
         if self._slices is not None:
             self.gpu_wait_s += self._slices.take()
@@ -100,7 +101,7 @@ class SimTrainer:
         return self._assembly
 
     def _assemble(self, version: int, probe: Probe | None) -> HeldVersion:
-        """Write ``learner.sim.publish_bytes`` in sealed buckets, and sleep ``learner.sim.gather_s`` in all."""
+        """Write ``learner.sim.publish_bytes`` in sealed buckets, and sleep ``learner.sim.gather_s`` in total."""
         began = time.monotonic()
         buckets: list[Bucket] = []
         descriptors: list[int] = []
@@ -173,8 +174,9 @@ class SimTrainer:
 
 
 def _check_routes(plan: StepPlan) -> None:
-    """Raise AssertionError unless the route of each token is its own: the simulated engine's is the token's id."""
+    """Raise AssertionError unless each token has its own route: the simulated engine makes it from the token's id."""
     for update in plan.updates:
+        # A filler, which is a row for a rank without work, has sequence -1 and no routes.
         for batch in (batch for rank in update.ranks for batch in rank if batch.sequences[0] >= 0):
             own = batch.input_ids % SIMULATED.count
             assert np.array_equal(batch.routes, own), f"a row of {len(own)} tokens has foreign routes"

@@ -46,6 +46,7 @@ from asyncrl.rpc.services import ActorServices
 AROUND_BYTES = 1 << 16
 """Estimated bytes of a checkpoint apart from the trainer's files, the groups and the ledger."""
 _FILES = (STATE, GROUPS, f"{TRAINER}/{CONTENTS}")
+"""Files whose checksums are recorded in COMPLETE."""
 
 
 class CheckpointWriter:
@@ -133,9 +134,9 @@ class CheckpointWriter:
     ) -> bool:
         """Copy the state and begin to write a checkpoint. Returns False if it was skipped, or failed at once.
 
-        While another one is being written, a ``final`` one waits; any other is skipped. Before the
-        checkpoint counts, ``write_lines`` writes the metrics and samples of the steps in it: a resumed run does not
-        write them again. The groups must not change later.
+        While another one is being written, a ``final`` one waits; any other is skipped. Before the checkpoint counts,
+        ``write_lines`` writes the metrics and samples of the steps in it: a resumed run does not write them again. The
+        groups must not change later.
         """
         if self.busy and not final:
             self._counters.add("checkpoint/skipped")
@@ -286,12 +287,14 @@ class CheckpointWriter:
         self._announce(kept)
 
     def _announce(self, kept: Kept) -> None:
+        """Start a task that reports a complete checkpoint to the controller."""
         message = CheckpointWritten(version=kept.version, step=kept.step, path=str(kept.path))
         sending = self._tasks.create_task(self._report(message))
         self._sending.add(sending)
         sending.add_done_callback(self._sending.discard)
 
     async def _retain(self) -> None:
+        """Remove old checkpoints as the configuration says; a failure is only logged."""
         try:
             keep, keep_every_steps = self._config.keep, self._config.keep_every_steps
             await asyncio.to_thread(self._folder.retain, keep=keep, keep_every_steps=keep_every_steps)
@@ -299,6 +302,7 @@ class CheckpointWriter:
             self._log.warning("old checkpoints could not be removed", error=str(error))
 
     def _read(self, path: Path) -> Contents:
+        """Verify the files that COMPLETE lists, then read state and groups. Raises CheckpointError."""
         self._folder.verify(self._folder.at(path))
         return read_contents(path)
 

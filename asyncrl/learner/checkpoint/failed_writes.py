@@ -17,9 +17,9 @@ from asyncrl.core.disk import free_bytes, in_bytes
 from asyncrl.rpc.services import Clock
 
 LOOK_S = 2.0
-"""Pause between two checks for room."""
+"""Pause between two checks for room (s)."""
 REFUSED_PAUSE_S = 30.0
-"""Pause before another attempt if the disk reports room."""
+"""Pause before another attempt if the disk reports room (s)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,9 @@ class FailedWrite:
     """A checkpoint or an exported model that could not be written."""
 
     version: int
+    """Version of the checkpoint; for a model the newest version."""
     step: int
+    """Last trained step that it would hold."""
     folder: Path
     """Folder of the checkpoints, or of the exported model."""
     reason: str
@@ -148,6 +150,7 @@ def end_of_run(
 
 
 def _lost(failed: FailedWrite, kept: Kept | None, *, exported: bool) -> str:
+    """Text about the newest complete checkpoint, and the steps after it: lost, or only in the exported model."""
     first = 1 if kept is None else kept.step + 1
     steps, are = (f"step {first}", "is") if first == failed.step else (f"steps {first} to {failed.step}", "are")
     last = f"the last complete checkpoint is {kept.path} (step {kept.step})" if kept else "no checkpoint is complete"

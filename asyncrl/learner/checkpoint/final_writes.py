@@ -1,7 +1,7 @@
 """The last writes of a run: its last checkpoint and the exported model, or why one of them is missing.
 
 Both wait for room on a full disk, within ``checkpoint.room_wait_s``, or a share of ``preempt.grace_s`` in a preempted
-run. The run reports a write that the disk refuses.
+run. If the disk refuses a write to the end, ``finish`` returns the reason, and the run ends as failed.
 
 Any other error of the export restarts the learner if a checkpoint holds the last step: the new learner only exports.
 Without such a checkpoint a restart would train steps twice, so ActorFailed ends the run instead.

@@ -39,6 +39,7 @@ from asyncrl.learner.fsdp.ranks.ranks import OptimizerUpdateShape, Ranks, TermSh
 
 SUPERVISED_LOSS = "supervised loss"
 SUPERVISED_TEMPERATURE = 1.0
+"""Divisor of the logits in the supervised loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class RefusedUpdate:
     what: str
     """Name of the number that is not finite: the loss, SUPERVISED_LOSS, or the gradient norm."""
     update: int
-    """Number of the update in the step, counted from 0."""
+    """Index of the update in the step, from 0."""
     sequences: list[int]
     """Sequences with a log-prob or an advantage that is not finite: ascending indices into the update, or into its
     supervised term. If the list is empty, any sequence of the update may be the cause."""
@@ -56,12 +57,13 @@ class RefusedUpdate:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Mean metrics of the updates that were taken, and the update that was refused, if any."""
+    """Metrics of the updates that were taken (``_combine``), and the update that was refused, if any."""
 
     metrics: dict[str, float]
     refused: RefusedUpdate | None
     scores: np.ndarray
-    """Log-probs and entropies of this rank's recorded targets in these updates, in order: float32 [2, M], nats."""
+    """Log-probs and entropies of this rank's recorded targets (token_scores.py) in the taken updates, in order:
+    float32 [2, M], nats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ Scorer = Policy | WithoutAdapters
 
 @dataclass(frozen=True, slots=True)
 class Scorers:
-    """The frozen models, each None if neither the objective nor the rewards need it."""
+    """The frozen models, each None if neither the objective nor the rewards need it, or if a server is the teacher."""
 
     reference: Scorer | None = None
     teacher: Scorer | None = None
@@ -160,6 +162,7 @@ class OptimizerUpdates:
         return logprobs
 
     def _row(self, batch: MicroBatch) -> PackedRow:
+        """Put a micro-batch on the device as a packed row, with its routes if it has any."""
         device = self._ranks.device
         experts, routes = self._policy.routers.experts, None
         if experts is not None and len(batch.routes):
@@ -226,7 +229,7 @@ class OptimizerUpdates:
         the current policy is the proximal one.
         """
         self._on_phase("forward and backward")
-        # Passes before the update, for scores, do not count.
+        # This resets the count of differing experts: scoring passes before the update do not count.
         self._policy.routers.take_differing()
         with self._ranks.waiting(name):
             results = [
@@ -254,9 +257,10 @@ class OptimizerUpdates:
             of_ranks = self._ranks.all_gather(values, f"the sums of {name}")
         # The first five columns come before the named sums.
         first_named = 5
+        # Each rank counts the routes of its own tokens, also if it shares rows.
         routed = of_ranks[:, 3:5].sum(axis=0)
-        # Ranks that share rows have the same sums, but for those of their own shards and tokens.
         scores = _recorded_scores([batch for batch, *_ in members], results, shape.recorded)
+        # Ranks that share rows have the same losses and token sums, so only the first of them counts.
         squares, of_ranks = of_ranks[: self._ranks.shards, 2], of_ranks[:: self._config.context_parallel]
         totals = _totals(of_ranks[:, first_named + len(names) :].tolist())
         self._on_phase("optimizer")
@@ -316,11 +320,12 @@ class OptimizerUpdates:
         total = loss * self._ranks.world_size
         named = dict(named)
         if self._config.balance:
-            # A filler keeps the graph, so that all ranks meet in the same layers.
+            # A filler (sequence -1) counts 0 but keeps the graph, so that all ranks meet in the same layers.
             is_row = float(batch.sequences[0] >= 0)
             balance = self._policy.balance_loss(row) * is_row
             # FSDP divides by all ranks, and those that share a row have one loss together.
             total = total + balance * (self._config.balance * self._config.context_parallel / shape.micro_batches)
+            # Times its tokens, since the sums of all micro-batches are divided by the number of tokens.
             named["balance"] = balance.detach() * len(batch.predict)
         torch.autograd.backward(total)
         self._ranks.note_progress()
@@ -424,10 +429,12 @@ def _split_batches(shapes: Sequence[OptimizerUpdateShape]) -> tuple[list[range],
 
 
 def _sum(values: Sequence[Tensor]) -> float:
+    """Add numbers in float64; 0 without any."""
     return float(torch.stack(list(values)).double().sum()) if values else 0.0
 
 
 def _totals(rows: list[list[float]]) -> TokenSums:
+    """Add up rows that each hold the fields of a TokenSums, in order."""
     totals = TokenSums()
     for row in rows:
         totals.add(TokenSums(*row))

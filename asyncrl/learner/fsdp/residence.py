@@ -1,7 +1,7 @@
 """Moves a rank's weights and optimizer states out of its GPU's memory and back, for time slices of a GPU.
 
 The storage of each tensor is emptied and later filled again. So the tensors stay the same objects: FSDP2, the optimizer
-and the views that copy shards for a version keep what they hold. CPUs simulate this in the same way.
+and the views that copy shards for a version keep what they hold. On a CPU the tensors go through the same steps.
 
 Invariants: values do not change. Between ``leave`` and ``come_back`` nothing reads the tensors. Fails with torch's
 OutOfMemoryError if the device does not have room for the tensors in time. Each wait for room calls a function ``pause``

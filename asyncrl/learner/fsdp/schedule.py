@@ -32,8 +32,8 @@ def learning_rate(step: int, config: LearnerConfig) -> float:
 def warm_learning_rate(step: int, learner: LearnerConfig, sft: SftConfig) -> float:
     """Learning rate of a warm step (1 to ``sft.warm_steps``).
 
-    The rate rises over ``sft.rise_steps`` and falls linearly, to 0 one step after the last. The peak is ``sft.lr``, or
-    ``learner.lr`` if that is None.
+    The rate rises over ``sft.rise_steps`` and falls linearly, to 0 one step after the last. The peak is ``sft.lr`` if
+    set, else ``learner.lr``.
     """
     peak = learner.lr if sft.lr is None else sft.lr
     if step < sft.rise_steps:
@@ -42,6 +42,6 @@ def warm_learning_rate(step: int, learner: LearnerConfig, sft: SftConfig) -> flo
 
 
 def _decayed(step: int, rise: int, steps: int) -> float:
-    """Return x of ``learning_rate``: 0 at the step with the peak, 1 one step after the last."""
+    """Return x of ``learning_rate``: 0 at the step with the peak, 1 from one step after the last on."""
     peak_at = max(1, rise)
     return min(1.0, (step - peak_at) / max(1, steps + 1 - peak_at))

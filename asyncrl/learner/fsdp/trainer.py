@@ -1,7 +1,7 @@
 """One rank of the learner: FSDP2 on torch.distributed (the ``fsdp2`` backend; its interface is in backend.py).
 
-The learner actor calls the methods of rank 0. Each sends a command to the other ranks, which run ``follow``. Then all
-ranks work together. optimizer_updates.py has the part of a rank in a step.
+The learner actor calls the methods of rank 0. A method that needs all ranks sends a command to the other ranks, which
+run ``follow``. Then all ranks work together. optimizer_updates.py has the part of a rank in a step.
 
 Invariant: on CPU, with the same ranks and threads, the same calls give the same bits. Fails as backend.py says.
 """
@@ -113,7 +113,7 @@ class Trainer:
         self.experts: Experts | None = None
         self.token_scores: dict[SequenceId, TokenScores] = {}
         self.steps = 0
-        """Optimizer steps of the run taken."""
+        """Number of trainer steps that the run has taken, without warm steps; a step has one update or several."""
         self.warm_steps = 0
         self._config, self._learner, self._rank = config, config.learner, rank
         self._store: TCPStore | None = None
@@ -211,7 +211,7 @@ class Trainer:
             yield from (value for value in states.values() if isinstance(value, Tensor))
 
     def _send(self, command: Command) -> None:
-        """Rank 0: let the other ranks take part in a command. Ends a rest: takes the GPU back from an engine."""
+        """Rank 0: send a command to the other ranks. Ends a rest: takes this rank's GPU back from the engine."""
         self.is_resting = False
         self._ranks.commands.send(command)
         self._take_gpu()
@@ -228,12 +228,16 @@ class Trainer:
             self.gpu_wait_s += self._took_gpu_s
 
     def _count_slowest(self) -> None:
-        """All ranks together: let ``gpu_wait_s`` count the wait of the slowest rank before the present command."""
+        """All ranks together: let ``gpu_wait_s`` count the wait of the slowest rank before the present command.
+
+        ``_take_gpu`` has already added this rank's own wait.
+        """
         if self.engines_in_turn:
             waits = self._ranks.all_gather([self._took_gpu_s], "the waits for their GPUs")
             self.gpu_wait_s += float(waits.max()) - self._took_gpu_s
 
     def _pause_for_room(self, seconds: float) -> None:
+        """Wait before the next look at the GPU's free memory; ``interrupt`` ends the wait with RuntimeError."""
         assert self._slices is not None
         self._slices.pause(seconds, "room in the memory")
 
@@ -246,7 +250,7 @@ class Trainer:
     def _give_gpu(self) -> None:
         """In time slices: move everything to host memory, and let the engine have the GPU."""
         if self._slices is not None and self._slices.has:
-            # Layers that are gathered still would keep their memory.
+            # Layers that FSDP has left gathered would keep their memory.
             self.policy.reshard()
             self._residence.leave()
             self._slices.give()
@@ -346,7 +350,7 @@ class Trainer:
     def _score_batches(self, command: Reference, batches: Sequence[MicroBatch]) -> np.ndarray:
         """All ranks together: score each rank's micro-batches with the reference model.
 
-        Returns log-probs, float64 [world size, command.tokens], nats; each row is padded with 0.
+        Returns log-probs, float64 [world size, command.tokens], nats: each rank's values, padded with 0.
         """
         name = "scoring by the reference"
         self._count_slowest()
@@ -356,12 +360,13 @@ class Trainer:
             return self._ranks.all_gather([*own.tolist(), *[0.0] * (command.tokens - len(own))], name)
 
     def _collect_scores(self, result: StepResult, plan: StepPlan | None) -> list[np.ndarray]:
-        """All ranks together, after a step: send the scores of recorded tokens to rank 0, which has the ``plan``.
+        """All ranks together, after a step: send the scores of recorded tokens (token_scores.py) to rank 0.
 
-        Returns on rank 0 those of each row group: float32 [2, M].
+        Rank 0 passes the ``plan``, and gets the scores of each row group: float32 [2, M]. The other ranks pass None and
+        get an empty list.
         """
         sharing, sizes = self._learner.context_parallel, None
-        # Ranks that share rows have the same scores.
+        # Ranks that share rows have the same scores, so only the first of them sends any.
         own = result.scores[:, : 0 if self._rank % sharing else None]
         if plan is not None:
             sizes = [0] * self._learner.ranks
@@ -369,17 +374,18 @@ class Trainer:
         return self._ranks.collect(np.ascontiguousarray(own), sizes, "the scores of recorded tokens")[::sharing]
 
     def _next_step(self, warm: bool) -> tuple[str, int]:
-        """Kind of the next step, and its number, counted from 1."""
+        """Return the kind of the next step ("step" or "warm step"), and its number among this kind, from 1."""
         return ("warm step", self.warm_steps + 1) if warm else ("step", self.steps + 1)
 
     def _log_compiling(self, step: str) -> None:
-        """Log the time of torch.compile in this step, or before it: the check at start also compiles."""
+        """Log the time of torch.compile since the last such line; the first line includes the check at start."""
         seconds = compile_seconds()
         if seconds - self._compile_s >= LEAST_COMPILE_S:
             _LOG.info("torch.compile took %.1f s up to the end of %s", seconds - self._compile_s, step)
             self._compile_s = seconds
 
     def _utilisation(self, tokens: int, seconds: float) -> dict[str, float]:
+        """Return ``perf/mfu`` for ``tokens`` trained by all ranks; empty on a CPU, or if the GPU's peak is unknown."""
         if not self.on_gpu:
             return {}
         share = mfu(
@@ -471,13 +477,14 @@ class Trainer:
                 # The other ranks ignore the future: the result of the save reaches rank 0 (dcp.write).
                 self._save(command)
             elif isinstance(command, LoadCheckpoint):
-                # Nothing has changed; rank 0 gets the same error and sends the next checkpoint.
+                # Nothing has changed; rank 0 gets the same error and may load another checkpoint.
                 with contextlib.suppress(DamagedCheckpoint):
                     self._load(Path(command.folder))
             else:
                 return
 
     def _follow_step(self, command: Train) -> None:
+        """Ranks above 0: receive micro-batches, take the step with them, and send the recorded scores to rank 0."""
         kind, step = self._next_step(command.warm)
         result = self._step(command, self._receive(command.buffer_bytes, f"the batch of {kind} {step}"))
         if result.refused is not None:
@@ -493,6 +500,7 @@ class Trainer:
         return [np.empty(0, np.uint8), *map(pack, of_ranks[1:])]
 
     def _receive(self, buffer_bytes: Sequence[int], what: str) -> list[MicroBatch]:
+        """Receive this rank's micro-batches from rank 0; ``buffer_bytes`` has the size of each rank's buffer."""
         return unpack(self._ranks.scatter(None, buffer_bytes[self._rank], what))
 
     def interrupt(self) -> None:
@@ -521,6 +529,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
+        """Context that reports a phase of this rank's work to ``on_phase``."""
         self.on_phase(name)
         try:
             yield
@@ -528,6 +537,7 @@ class Trainer:
             self.on_phase("")
 
     def _check_visible(self, path: Path) -> list[str]:
+        """All ranks together: return a problem for each rank that does not see the file ``path``."""
         problem = None if path.exists() else f"learner/{self._rank} does not see a file that learner/0 wrote there"
         return self._ranks.agree(problem, "the folder of checkpoints")
 
@@ -554,15 +564,15 @@ class Trainer:
                 temperature=self._config.rollout.temperature,
                 packed=self.packed,
                 device=self._ranks.device,
-                # Twice the largest set, since engine and learner may differ about the last tokens of a set.
+                # Twice the largest set of tokens to sample from: engine and learner may differ about its last tokens.
                 least=0 if truncation is None else 2 * truncation.top_k,
             )
 
     def _step(self, command: Train, batches: Sequence[MicroBatch]) -> StepResult:
         """All ranks together: take a step with this rank's micro-batches.
 
-        The result is the same on all ranks. The step counts unless its first update is refused. The optimizer is reset
-        after the last warm step and before the first step of the run.
+        The result is the same on all ranks, except its ``scores``. The step counts unless its first update is refused.
+        The optimizer's state is cleared after the last warm step and before the first step of the run.
         """
         self._count_slowest()
         kind, step = self._next_step(command.warm)

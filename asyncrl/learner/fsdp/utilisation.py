@@ -1,8 +1,8 @@
 """Model FLOPs utilisation (MFU): the share of its devices' peak operations that a step has used. Pure.
 
 A token counts 6 floating-point operations per trained parameter (Kaplan et al. 2020, arXiv:2001.08361) and 4 per frozen
-one, which needs no gradient. Of a mixture of experts, those count that a token takes. Attention and recomputed
-activations are left out, as is usual. Without a known peak there is no MFU.
+one, which needs no gradient. In a mixture of experts, only the experts that a token takes count. Attention and
+recomputed activations are left out, as is usual. Without a known peak there is no MFU.
 """
 
 from __future__ import annotations
@@ -46,7 +46,11 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def mfu(*, parameters: int, trained: int, tokens: int, seconds: float, devices: int, device_name: str) -> float | None:
-    """Return the share of all devices' peak operations that training on ``tokens`` used in ``seconds``, 0 to 1."""
+    """Return the share of all devices' peak operations that training on ``tokens`` used in ``seconds``, 0 to 1.
+
+    ``parameters`` is the number of those that compute a token, ``trained`` that of the trained ones among them. Returns
+    None if the peak is unknown.
+    """
     peak = peak_flops(device_name)
     if peak is None or seconds <= 0:
         return None

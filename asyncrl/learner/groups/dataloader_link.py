@@ -5,7 +5,8 @@ order, numbered, and repeats each report until it is acknowledged. If the datalo
 reported, it gets the state of the run again. Outcomes in the ledger of that state are not reported a second time. The
 dataloader, too, may request the state at any moment (RestoreNeeded). So either side may die at any moment.
 
-A ``DataloaderStatus`` reports prompts to come and open evaluation rounds.
+A ``DataloaderStatus`` says whether more groups come for training, which prompts get no lease, and which evaluation
+rounds are open.
 
 Fails with ConfigError when the prompts or their order are not those of the ledger.
 """
@@ -51,7 +52,7 @@ class OutcomeQueue:
     """Collects what the dataloader must know, and makes numbered reports of it.
 
     An unacknowledged outcome is either in the report that is being sent or pending for the next one. It is never in
-    both, and never dropped.
+    both, and only ``restart`` drops it.
     """
 
     def __init__(self) -> None:
@@ -106,6 +107,7 @@ class OutcomeQueue:
         self._next, self._has_news = replace(self._next, **news), True
 
     def _clear(self) -> None:
+        """Begin the next report. It repeats ``version``, ``trained_at_version`` and ``finished``, which stay valid."""
         self._next = replace(self._next, outcomes=[], buffered_groups=0, waited=False, step_began=False)
         self._has_news = False
 
@@ -284,7 +286,7 @@ class DataloaderLink:
             self._progress.news.announce()
 
     async def rounds_over(self) -> bool:
-        """Ask the dataloader whether all evaluation rounds are over. ``status`` may lack the last outcome."""
+        """Ask the dataloader whether all evaluation rounds are over. ``status`` may be older than the last outcome."""
         while True:
             try:
                 # With -1 the dataloader answers at once.
@@ -295,6 +297,7 @@ class DataloaderLink:
                 return not status.evals
 
     async def _handle_failure(self, error: DeadlineExceeded | RemoteError) -> None:
+        """Send the state of the run if the dataloader needs it; after any other failure, log it and pause."""
         if isinstance(error, RemoteError) and error.code == RestoreNeeded.code:
             await self.restore()
             return

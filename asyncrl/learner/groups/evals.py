@@ -60,7 +60,7 @@ class EvalCollector:
         return True
 
     def reject(self, uid: str, reason: str) -> None:
-        """Count a prompt that gets no lease as failed, by a group without trajectories; ignored if it is known."""
+        """Count a prompt that gets no lease as failed: add a group without trajectories, unless ``holds(uid)``."""
         of_round, _, index = uid.rpartition("-")
         name, _, round_number = of_round.rpartition("@")
         lease = Lease(

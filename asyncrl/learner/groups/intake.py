@@ -12,10 +12,11 @@ gate bounds the number of leases.
 
 A group that cannot be trained is quarantined with its reason. Under dynamic sampling a group is filtered if its values
 of ``learner.signal`` are equal within a tolerance (``has_signal``). If all trajectories of a step are masked, its
-groups are filtered, too. A filtered or quarantined group does not count as a reward of 0. A prompt that a rule of the
-data excludes before its lease counts as left out. That is no failure, so ``problem`` ignores it.
+groups are filtered, too. A filtered or quarantined group does not count as a reward of 0. A prompt without a lease is
+left out if a rule of the data excludes it. It is rested if the curriculum skips it in this epoch. Neither is a failure,
+so ``problem`` ignores both.
 
-``Deliveries`` is the shell; all else is pure.
+``Deliveries`` handles messages; the rest of this module is pure.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ FRACTION_FROM = 100
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """A prompt that will not be trained, with the reason; ``group`` is None if it was never generated."""
+    """A prompt that will not be trained, with the reason and the group; None if no group was delivered."""
 
     uid: str
     reason: str
@@ -131,6 +132,7 @@ class Filtered:
 
 FLAT = "all rewards are equal"
 MASKED = "every trajectory of its step is masked"
+"""With FLAT: the reasons with which groups are filtered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,7 @@ class Intake:
     """Takes a learner's groups at delivery, passes them to steps, and gives each an outcome.
 
     ``samples`` is the number of filtered groups between two steps whose text is kept. With ``experts`` each group needs
-    the routes of its tokens. ``sources`` are the names of the sources of the prompts, of a single one "". With
+    the routes of its tokens. ``sources`` are the names of the sources of a mixture, or "" alone. With
     ``keeps_results`` the ledger keeps the rewards of each prompt, for a curriculum.
     """
 
@@ -168,7 +170,7 @@ class Intake:
         self._learner, self._experts = learner, experts
         self._sources, self._keeps_results = sources, keeps_results
         self._samples = self._samples_left = samples
-        """Filtered groups whose text is kept between two steps, and how many more until the next step ends."""
+        """Number of filtered groups whose text is kept between two steps, and how many more may be kept now."""
         self.ledger = Ledger(len(sources)) if restored is None else Ledger.restore(restored.ledger, len(sources))
         self.buffer = GroupBuffer()
         self.outcomes = OutcomeQueue()
@@ -177,7 +179,7 @@ class Intake:
         self.quarantined: list[Quarantined] = []
         """Prompts that must still be written to quarantine.jsonl; the caller empties the list."""
         self.left_out: list[Rejected] = []
-        """Prompts left out by a data rule, or resting, that must still be logged; the caller empties the list."""
+        """Prompts left out, or rested, that must still be logged; the caller empties the list."""
         self.filtered_samples: list[Filtered] = []
         """Filtered groups whose text must still be written; the caller empties the list."""
         self.delivered_lengths: list[int] = []
@@ -193,9 +195,9 @@ class Intake:
         self._flat_groups = 0
         """How many of ``filtered`` have equal rewards; the others were of a step without a token to train."""
         self._before_step = (0, 0, 0)
-        """Number of ``filtered``, ``_flat_groups`` and ``_quarantined_groups`` before the step in training.
+        """Number of ``filtered``, ``_flat_groups`` and ``_quarantined_groups`` when the step in training began.
 
-        They count with this step, and else with the next one. All are 0 between steps.
+        ``end_step`` takes them off; groups that came later count with the next step. All are 0 between steps.
         """
         self._last_problem = ""
         """Reason of the newest quarantine since this learner's start; empty before."""
@@ -257,10 +259,11 @@ class Intake:
         return "buffered"
 
     def _check_routes(self, group: Group) -> str | None:
+        """Return the problem of a group's routes; None if they fit, or if none are needed."""
         return None if self._experts is None else check_routes(group, self._experts)
 
     def reject(self, rejected: Rejected) -> None:
-        """Conclude a prompt that gets no lease, as left out, rested or quarantined; ignored if it is known."""
+        """Conclude a prompt that gets no lease, as left out, rested or quarantined; ignored if ``has(uid)``."""
         if self.has(rejected.uid):
             return
         if rejected.kind != "quarantined":
@@ -335,8 +338,8 @@ class Intake:
         """The reason that the run must end; None if it may continue.
 
         The reasons are: a ``learner.signal`` that does not exist; too many groups filtered or quarantined since the
-        last step; too many prompts quarantined; too many trajectories dropped. The last two count only from
-        FRACTION_FROM on.
+        last step; too many prompts quarantined; too many trajectories dropped. The last two apply only from
+        FRACTION_FROM groups on.
         """
         learner = self._learner
         if self._signal_problem:
@@ -387,12 +390,14 @@ class Intake:
         )
 
     def _quarantine(self, quarantined: Quarantined) -> None:
+        """Conclude a prompt as quarantined, and keep it for quarantine.jsonl."""
         self._quarantined_groups += 1
         self._last_problem = quarantined.reason
         self.quarantined.append(quarantined)
         self._conclude(quarantined.uid, "quarantined")
 
     def _conclude(self, uid: str, kind: Kind, group: Group | None = None) -> None:
+        """Record the outcome of a prompt in the ledger, with the group's rewards for a curriculum, and report it."""
         outcome = Outcome(uid, kind)
         if group is not None and self._keeps_results:
             rewards = rewards_of(group)
@@ -402,7 +407,7 @@ class Intake:
 
 
 class Deliveries:
-    """The handlers of deliveries. Each group goes to the intake or to the evaluations, which ``use`` sets."""
+    """Handles the messages about groups. Each group goes to the intake or to the evaluations, which ``use`` sets."""
 
     def __init__(self, config: Config, services: ActorServices, group_log: GroupLog, seal_key: bytes) -> None:
         """``seal_key`` is the key of the leases' seals; empty if leases have none."""

@@ -6,8 +6,8 @@
     no_signal         the reason with which a run without a signal ends
 
 Each notice of LearningWatch is given once. "No gradient" and "equal rewards" need a condition that holds for STEPS
-steps in a row, or for as many groups. So a run that learns gets neither. A metrics line without the gradient ends the
-row.
+steps in a row, or for as many groups. So a run that learns gets neither. A metrics line without ``policy/grad_norm``
+ends the row.
 
 A response that is cut has no end: its reward says little, and training makes it no shorter. The share of cut responses
 is taken over the last WINDOW groups, or over the groups of one step if a step has more. Fewer groups give no notice.
@@ -64,7 +64,7 @@ class LearningWatch:
         return notices
 
     def after_step(self, line: Mapping[str, Any]) -> list[Notice]:
-        """Count steps without a gradient; ``line`` is the metrics line of the step."""
+        """Notice after STEPS steps in a row whose gradient is 0; ``line`` is the metrics line of the newest step."""
         step = line.get("step", "?")
         self._zero_gradients = self._zero_gradients + 1 if number_in(line, "policy/grad_norm") == 0.0 else 0
         if self._zero_gradients < STEPS:
@@ -132,6 +132,7 @@ WINDOW = 8
 OVER = 0.25
 """Share of cut responses at which the second notice says that the share is no longer high."""
 KEY = "truncation"
+"""Key of the notices about cut responses."""
 ADVICE = {
     "rollout.max_tokens": "raise rollout.max_tokens, ask for shorter answers in the prompt, or end responses with "
     "rollout.stop",
@@ -216,7 +217,7 @@ def last_answer_tokens(trajectory: Trajectory) -> int:
 class GraceWatch:
     """Notices that preempt.grace_s is too short for the measured steps, once.
 
-    It takes the median of STEPS, because the first step compiles and is slow.
+    It takes the median of the last STEPS steps, because the first step compiles and is slow.
     """
 
     def __init__(self, config: Config) -> None:

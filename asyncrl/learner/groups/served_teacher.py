@@ -2,10 +2,10 @@
 
 A score is a log-prob of the teacher for each sampled token. Invariant: a group is scored once, however often it returns
 to the buffer. At most ``learner.teacher_server.concurrency`` requests are open. Scores are kept only for the groups in
-the buffer and the step, which the gate bounds. Not thread-safe: it runs on the event loop of rank 0.
+the buffer and the step; the dataloader's gate bounds these. Not thread-safe: it runs on the event loop of rank 0.
 
-Fails with ActorFailed, which names the URL, after ``tries`` requests for a sequence, or after a failure that a
-repetition cannot mend.
+Fails with ActorFailed, which names the URL, after ``learner.teacher_server.tries`` requests for a sequence, or after a
+failure that a repetition cannot mend.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from asyncrl.rpc.calls.retry import backoff
 from asyncrl.rpc.services import ActorServices
 
 REQUESTS, FAILED = "teacher/requests", "teacher/failed_requests"
+"""Names of counters."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+"""First and longest pause between two requests for a sequence; each is twice the one before (s)."""
 
 
 class ServedTeacher:

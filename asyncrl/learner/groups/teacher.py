@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 256 << 20
 CONNECT_S = 10.0
+"""Longest time until a connection is open (s)."""
 ABOVE_ZERO = 1e-4
-"""Largest log-prob that counts as 0: rounding may leave one above 0."""
+"""Largest log-prob (nats) that counts as 0: rounding may leave one above 0."""
 PASSING = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 """HTTP statuses after which the same request may succeed later."""
 
@@ -139,6 +140,7 @@ class TeacherClient:
             await self._session.close()
 
     def _value(self, url: str, ids: Sequence[int], scored: Sequence[dict[str, _Logprob] | None], place: int) -> float:
+        """Return the log-prob of the token at ``place``, at most 0. Raises TeacherFailed if it is invalid."""
         of_token = (scored[place] or {}).get(str(ids[place]))
         if of_token is None:
             raise TeacherFailed(f"{url} answers without the log-prob of token {place}, id {ids[place]}", passing=False)
@@ -179,6 +181,7 @@ class TeacherClient:
         return answer
 
     def _open(self) -> aiohttp.ClientSession:
+        """Return the session, which the first call makes."""
         if self._session is None:
             self._session = self._http.ClientSession(
                 # The caller decides on the number of connections at once.

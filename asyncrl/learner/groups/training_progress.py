@@ -37,9 +37,9 @@ class TrainingProgress:
     version: int = -1
     """The newest version of the weights; -1 before the first."""
     trained_at_version: int = 0
-    """Number of groups that were trained when that version was published."""
+    """Number of groups that were trained when ``version`` was published."""
     unpublished: int = 0
-    """Steps trained since that version."""
+    """Steps trained since ``version`` was published."""
     preempted: bool = False
     """Whether the run is preempted: it stops at the next version boundary."""
     finished: bool = False

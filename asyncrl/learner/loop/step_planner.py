@@ -2,7 +2,7 @@
 
 The wait ends when all groups of a step are in the buffer, and scored if a teacher on a server scores them. It also ends
 when the run is preempted. Meanwhile an overdue version is tried again, at times that no other event postpones. In time
-slices the engines get the GPUs during the wait, once the parameter server has the newest version (``rest``).
+slices (gpu/slices.py) the engines get the GPUs during the wait, once the parameter server has the newest version.
 
 A step is planned when it begins, or early, while the step before is trained. Its groups are chosen when it begins. So
 an early plan is a guess: it takes the groups that would be chosen now, and is made again if older groups come. Early
@@ -51,7 +51,7 @@ class NextStep:
     version: int
     """The newest version when the step begins."""
     unpublished: int
-    """Steps trained since that version."""
+    """Steps trained since ``version`` was published."""
 
     @classmethod
     def of(cls, progress: TrainingProgress) -> NextStep:
@@ -150,6 +150,7 @@ def needs_scores(config: Config) -> bool:
 
 
 def _penalties(groups: Sequence[Group], step: int, config: Config, backend: Backend) -> Penalties | None:
+    """Let the reference score the groups, and compute their KL penalties; None if rewards have no such penalty."""
     learner = config.learner
     if not learner.kl.in_reward or learner.backend == "sim" or not groups:
         return None

@@ -14,8 +14,8 @@ If every trajectory of a step is masked, the step does not count: the optimizer,
 change. Its groups are filtered, and others take their places.
 
 Fails with NonFiniteStep, which ends the run, when a step is not finite and may not be skipped. Fails with ActorFailed
-when no version can be published for too long, and with CannotLearn when there is no signal, after all steps were
-published.
+when no version can be published for too long. Fails with CannotLearn when too many groups cannot be trained, after all
+steps were published.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Training:
         )
 
     async def plan_early(self) -> None:
-        """Plan each step while the one before is trained, until cancelled; without this, steps are planned late."""
+        """Plan each step while the one before is trained, until cancelled. Else a step is planned when it begins."""
         await self._planner.run()
 
     def close(self) -> None:

@@ -67,8 +67,8 @@ class _Report:
 class GenerationLog:
     """Statistics of all rollouters. Times are wall clock, in seconds.
 
-    ``succeeds``: an earlier learner got reports, too, and has counted the tokens in them. Then the first report of a
-    rollouter only sets the number from which its later tokens are counted.
+    ``succeeds``: whether an earlier learner of this run got reports and has counted the tokens in them. Then the first
+    report of a rollouter only sets the number from which its later tokens are counted.
     """
 
     succeeds: bool = False
@@ -171,6 +171,7 @@ def merge(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
 MEANS = ("stage_s", "pause_s", "load_s", "resume_s")
 LARGEST = ("drift", "drift_worst", "probe_kl")
 SUMS = ("stall_s", "bytes", "encoded_bytes")
+"""MEANS, LARGEST and SUMS: fields of UpdateTimes, by the way in which a step's line combines those of its updates."""
 
 
 def update_metrics(updates: Sequence[UpdateTimes]) -> dict[str, float]:

@@ -1,11 +1,11 @@
 """Writes records of groups that are not trained, and the results of evaluation rounds.
 
-Prompts that were left out or quarantined, and the text of filtered groups, are written as they come. When the last
-group of a round is here, the round's line is written first and its outcomes are reported afterwards. The outcomes end
-the round, and the end of the last round ends the run.
+Prompts that were left out, rested or quarantined, and the text of filtered groups, are written as they come. When the
+last group of a round is here, the round's line is written first and its outcomes are reported afterwards. The outcomes
+end the round, and the end of the last round ends the run.
 
-Invariant: lines are written in order, one task at a time, so that all lines of a checkpoint are written before it is
-complete.
+Invariant: lines are written in order, one task at a time. So the lines about all groups that a checkpoint counts as
+concluded are written before the checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class GroupRecords:
         group_log: GroupLog,
     ) -> None:
         self.rounds_written = set(evals.closed)
-        """Evaluation rounds whose line is written, as NAME@ROUND."""
+        """Evaluation rounds whose line is written, as NAME@ROUND. A checkpoint names these as over."""
         self._config, self._progress, self._news = config, progress, progress.news.listen()
         self._intake, self._evals, self._dataloader = intake, evals, dataloader
         self._lines, self._group_log = lines, group_log
@@ -53,9 +53,9 @@ class GroupRecords:
             await self._conclude_rounds()
 
     async def write_untrained(self) -> None:
-        """Write the left-out and quarantined prompts since the last call, and the kept texts of filtered groups.
+        """Write the prompts left out, rested or quarantined since the last call, and the kept texts of filtered groups.
 
-        Left-out prompts go to the group log alone. Rank0 also calls this, before a checkpoint is complete.
+        Left-out and rested prompts go to the group log alone. Rank0 also calls this, before a checkpoint is complete.
         """
         async with self._writing:
             left_out, self._intake.left_out = self._intake.left_out, []
@@ -78,6 +78,7 @@ class GroupRecords:
             name, step = round.rpartition("@")[0], self._progress.step
             metrics = eval_metrics(name, groups, self._config.eval[name].pass_at)
             await self._lines.emit({"kind": "eval", "step": step} | metrics)
+            # A round without sampled tokens has no version of its own.
             version = metrics.get("weights/version", self._progress.version)
             await self._lines.evaluated(name, step, version, groups)
             shown = sorted((group for group in groups if group.trajectories), key=lambda group: group.lease.index)

@@ -5,7 +5,8 @@ of a step, and skips torn lines of a killed process. ``samples/`` holds the text
 that step N trained, ``filtered_N.jsonl`` filtered ones, ``eval_NAME_N.jsonl`` those of an evaluation.
 
 Lines that cannot be written, for example on a full disk, stay in memory in order and are written later. The oldest
-beyond MOST_BYTES are lost and counted. No method raises OSError. One thread at a time may use it.
+beyond MOST_BYTES are lost and counted. Only the constructor of RecordFiles raises OSError. One thread at a time may use
+a RecordFiles.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class RecordFiles:
         self._evaluations = run_dir / EVALUATIONS
         self._samples = run_dir / "samples"
         self.start = start
-        """Number of the learner's starts in this folder; every line holds it."""
+        """Number of this start of the learner in the run folder, from 1; every line holds it."""
         self._samples.mkdir(exist_ok=True)
         self._kept = {kind: KeptWrites(most) for kind, most in MOST_BYTES.items()}
         """Writes that wait for room on the disk, by kind of file."""
@@ -182,6 +183,7 @@ def _append_data(path: Path, data: bytes) -> None:
 def _sample(
     step: int, version: int, group: Group, kind: SampleKind, scores: Mapping[SequenceId, TokenScores]
 ) -> dict[str, Any]:
+    """A group as JSON: a line of samples/ apart from ``start`` and the fields of its kind."""
     uid = group.lease.uid
     return {
         "kind": kind,

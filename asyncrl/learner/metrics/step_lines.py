@@ -1,11 +1,12 @@
 """Writes the lines of metrics.jsonl, the samples of steps and quarantined prompts, in order and off the training path.
 
-A step's line waits for a limited time until the rollouters have reported on its training. ``report`` gets no other line
-of a step before the step's own line: the first step's line of a restarted learner voids earlier lines of that step and
-of later ones. In the file, the lines of weight updates and evaluations may come before the step's line. Sampled tokens
-count from the end of one step's training to the end of the next, and are left out if a report is missing. A line that
-cannot be written waits in memory (record_files.py) and is tried again every RETRY_S, before a checkpoint and at the
-end. The user gets a notice; training does not wait.
+A step's line waits for a limited time until the rollouters have reported on their work during its training. The
+callback ``report``, which sends lines to the controller, gets a step's own line before the other lines of the step.
+This order matters: the first step's line of a restarted learner voids earlier lines of that step and of later ones.
+In the file, the lines of weight updates and evaluations may come before the step's line. Sampled tokens count from the
+end of one step's training to the end of the next, and are left out if a report is missing. A line that cannot be
+written waits in memory (record_files.py). It is tried again every RETRY_S, before a checkpoint and at the end. The user
+gets a notice; training does not wait.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ LINES_PENDING = 64
 RETRY_S = 1.0
 """Pause between two attempts to write waiting lines (s)."""
 LAST_TRY_S = 10.0
-"""Longest time at the end of a run for writing such lines (s)."""
+"""Longest time at the end of a run for writing waiting lines (s)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +118,7 @@ class StepLines:
             self._report_lines([line])
 
     async def quarantined(self, step: int, found: Sequence[Quarantined]) -> None:
-        """Write prompts that will not be trained to quarantine.jsonl; ``step`` steps are trained so far."""
+        """Write prompts that will not be trained to quarantine.jsonl; ``step`` is the last trained step."""
         if found:
             await self._write(partial(self._records.quarantined, step, found))
 
@@ -193,6 +194,7 @@ class StepLines:
             await self._write(self._records.give_up)
 
     async def _write_updates(self, updates: list[tuple[str, UpdateTimes]], step: int) -> list[dict[str, Any]]:
+        """Write the lines of weight updates, (rollouter, times), under ``step``. Returns the lines."""
         lines = [update_line(*update) | {"step": step} for update in updates]
         await self._write(lambda: self._records.metrics(*lines))
         return lines
@@ -202,9 +204,11 @@ class StepLines:
             self._report(line | {"start": self._records.start})
 
     def _covered(self, step: TrainedStep) -> bool:
+        """Whether all rollouters, except silent ones, have reported on the whole training of this step."""
         return self._generation.covers(step.train_ended, now=self._clock.wall(), patience_s=STATS_WAIT_S)
 
     async def _write_step(self, step: TrainedStep, *, complete: bool) -> None:
+        """Write and report the lines of a step and its updates. ``complete``: all reports on its training are here."""
         updates = self._generation.take_updates()
         # Taken even if it is not used, so that the next step does not count these tokens.
         sampling = self._take_sampling_metrics(step)

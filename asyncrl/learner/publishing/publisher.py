@@ -1,13 +1,13 @@
 """Hands versions to the parameter server: publishes the newest one, and broadcasts versions to the engines.
 
-The call that publishes a version is repeated until the parameter server acknowledges it. Then a call is kept waiting
-there. If another parameter server takes over, that call returns, and the same version is published again from the same
-segments. A version is spoiled if its bytes in memory have changed.
+The call that publishes a version is repeated until the parameter server acknowledges it. Then another call waits at the
+parameter server. If another parameter server takes over, the waiting call returns, and the same version is published
+again from the same segments. A version is spoiled if its bytes in memory have changed.
 
 A broadcast is announced just before its version is published, since replicas fetch a published version at once unless
-they are its members. When all members have paused, a thread sends the buckets, until they have them or the parameter
-server says that the broadcast is broken. One version at a time is announced or sent. A version that comes meanwhile,
-and one whose send fails, goes by shm or stream.
+they are members of the broadcast. When all members have paused, a thread sends the buckets. It stops early if the
+parameter server says that the broadcast is broken. One version at a time is announced or sent. A version that comes
+meanwhile, and one whose send fails, goes by shm or stream.
 
 A version stays open while it is the newest, the last acknowledged one, or part of a call or a broadcast. A thread
 closes all others, since the kernel takes a tenth of a second to free a gigabyte.
@@ -124,7 +124,7 @@ class Publisher:
             self._broadcast = version
             work = self._announce_and_send(version, self._sender)
             tasks.create_task(work, name=f"broadcast of version {version.version}")
-            # The task's first step makes the call.
+            # Let the task make its first call, so that the announcement is sent before the version is published.
             await asyncio.sleep(0)
         self._newest = version
         self.spoiled = False
@@ -182,7 +182,7 @@ class Publisher:
             self._close_unused()
 
     async def _watch_published(self, version: HeldVersion) -> None:
-        """Keep a call waiting until the parameter server no longer holds the version, or a newer one comes.
+        """Keep a call waiting until the parameter server no longer holds the version intact, or a newer one comes.
 
         A waiting call has a time limit; then ``run`` calls this again.
         """

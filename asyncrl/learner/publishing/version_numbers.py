@@ -2,7 +2,7 @@
 
 A version names one set of weights everywhere: in leases, cache salts, engine labels and segments. So a number is
 durable before any other process hears of it. No number is given twice, not even if the learner dies in between or
-starts anew in the same folder. A number that was given and never published is left out.
+starts again in the same folder. A number that was given and never published stays unused.
 
 The highest numbers are in a file, the mark. It may get lost, come from a backup, or be damaged. So it is never trusted
 alone: other durable files hold version numbers too (``find_used``), and new numbers are above all of them.
@@ -85,6 +85,7 @@ class VersionNumbers:
 
 class _Line(msgspec.Struct, frozen=True):
     version: int | None = msgspec.field(default=None, name="weights/version")
+    """The newest version; None in a line without one."""
     start: int = 0
 
 
@@ -100,6 +101,7 @@ def find_used(run_dir: Path, checkpoints: Path) -> Used:
 
 
 def _last_lines(path: Path) -> list[bytes]:
+    """The lines in the last TAIL_BYTES of a file; the first may lack its beginning. Empty if there is no file."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

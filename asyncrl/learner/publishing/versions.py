@@ -1,9 +1,9 @@
 """The versions of the weights: when they are due, and each from its number to the publisher.
 
-A version is due after each ``learner.steps_per_version`` steps. It gets a number, a probe and a copy of the shards.
-``publish`` waits until the version before is assembled and rank 0 has copied its own shards, but for no other actor. A
-task waits for the assembly during the training, and gives the version to the publisher. A number is used up even if its
-version fails.
+A version is due after each ``learner.steps_per_version`` steps. It gets a number, a probe and a copy of the shards. Its
+assembly gathers the copies of all ranks into sealed segments. ``publish`` waits until the version before is assembled
+and rank 0 has copied its own shards, but for no other actor. A task waits for the assembly during the training, and
+gives the version to the publisher. A number is used up even if its version fails.
 
 A version that cannot be begun or assembled, for example on a full disk, is reported and becomes overdue: it is tried
 again. A version whose bytes have changed becomes overdue too. Training continues with the groups that the last version
@@ -41,9 +41,9 @@ from asyncrl.weights.held_version import HeldVersion
 
 T = TypeVar("T")
 RETRY_S = 5.0
-"""Pause before an overdue version is tried again."""
+"""Pause before an overdue version is tried again (s)."""
 RETRY_IN_TURN_S = 60.0
-"""The same in time slices of a GPU, since each try takes the GPU from the engines."""
+"""The same (s) in time slices of a GPU (gpu/slices.py), since each try takes the GPU from the engines."""
 NOTICE = "publish"
 """Key of the notice about versions that cannot be published."""
 
@@ -89,7 +89,7 @@ class Versions:
         self._failed = False
         """Whether the newest version could not be assembled."""
         self._failure: _Failure | None = None
-        """The last attempt to publish; None after a success."""
+        """Why the last attempt to publish failed; None after a success."""
         self.whole = -1
         """The newest version that was assembled; -1 before the first."""
         self.metrics: dict[str, float] = {}
@@ -114,7 +114,7 @@ class Versions:
 
     @property
     def spoiled(self) -> bool:
-        """Whether no engine can load the newest version, so that the weights need a new one."""
+        """Whether no engine can load the newest version, so that a new version is needed."""
         return self._failed or self._publisher.spoiled
 
     @property
@@ -243,10 +243,11 @@ class Versions:
             self._notify(NOTICE, f"versions are published again, from {version} on")
 
     def _report(self, error: OSError) -> None:
-        """Report a version that was not begun or assembled. Raises an error of the ranks, which are out of step then.
+        """Report a version that was not begun or assembled.
 
         Without an assembled version there is no notice: the run ends with the reason (``first``).
         """
+        # An error of this package, such as a rank's missed deadline, leaves the ranks out of step.
         if isinstance(error, AsyncRLError):
             raise error
         self._failure = failure = _describe(error, self.metrics.get("weights/publish_bytes", 0.0))
@@ -266,6 +267,8 @@ class Versions:
 
 
 class _Failure(NamedTuple):
+    """Why no version was published, as texts for the user."""
+
     reason: str
     to_do: str = "mend what is named"
     waits_for: str = ""
@@ -273,7 +276,7 @@ class _Failure(NamedTuple):
 
 
 def _describe(error: OSError, version_bytes: float) -> _Failure:
-    """Describe to the user why no version was published: a disk error names its file, another one is shared memory."""
+    """Describe to the user why no version was published. An error without a file is one of shared memory."""
     if isinstance(error.filename, str):
         reason, folder = in_words(error, Path(error.filename)), Path(error.filename).parent
         if full_errno(error):

@@ -25,7 +25,10 @@ _ATTEMPT = re.compile(r"attempt_([0-9]{1,9})")
 
 
 class LogLine(Struct, kw_only=True):
-    """A line of an actor's log, with the fields of all events of group_log.py; other lines have only text fields."""
+    """A line of an actor's log, with the fields of all events of group_log.py; ``words_of`` puts each into words.
+
+    Other lines have only text fields.
+    """
 
     actor: str
     event: str

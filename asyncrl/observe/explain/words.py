@@ -112,6 +112,7 @@ def _answered(
 
 
 def _ended(outcome: str, turns: int, reward: float | None, stages: Mapping[str, float]) -> str:
+    """Text on the end of an episode, with the stages that took longest; ``stages`` are seconds by stage."""
     reward_text = "" if reward is None else f", reward {fixed(reward, 3)}"
     longest = sorted(stages.items(), key=lambda stage: -stage[1])[:STAGES_SAID]
     where = ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in longest)
@@ -119,7 +120,10 @@ def _ended(outcome: str, turns: int, reward: float | None, stages: Mapping[str, 
 
 
 def _sampled(tokens: int, reason: str, spans: list[list[int]]) -> str:
-    """Text on an answer: its number of tokens, its finish reason, and how many of them each version sampled."""
+    """Text on an answer: its number of tokens, its finish reason, and how many tokens each version sampled.
+
+    ``spans`` are [version, start, end].
+    """
     by_version = ", ".join(f"{end - start} at version {version}" for version, start, end in spans)
     return f"{tokens} tokens ({reason}): {by_version}"
 

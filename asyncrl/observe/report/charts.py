@@ -33,6 +33,7 @@ BLUE, ORANGE, GREEN, RED, PURPLE, GREY, TEAL, BROWN = (
     *("#3b6fb6", "#e08a2c", "#4f9d5d", "#c8504b", "#8566ad", "#9aa3ad", "#3aa3a0", "#8c6d4f"),
 )
 OTHERS = (BLUE, ORANGE, GREEN, PURPLE, TEAL, BROWN, RED, GREY)
+"""Colours of curves that have no colour of their own, in turn."""
 STATE_COLOURS = {
     **{"generating": GREEN, "training": GREEN, "scoring": GREEN, "playing": GREEN},
     **{"waiting": GREY, "idle": GREY, "following": "#c3c9cf", "done": "#dfe3e7"},
@@ -334,6 +335,7 @@ def _drawn(*panels: Panel) -> list[Panel]:
 
 
 def _state_order(state: str) -> tuple[int, str]:
+    """Sort key of states: the order of STATE_COLOURS, then other states by name."""
     known = list(STATE_COLOURS)
     return (known.index(state) if state in known else len(known)), state
 

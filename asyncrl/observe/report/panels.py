@@ -82,6 +82,7 @@ def shown(text: str) -> str:
 
 
 def _few(value: float, digits: int = 8) -> float | int:
+    """A number within the bounds, rounded to ``digits`` significant digits."""
     bounded = 0.0 if abs(value) < SMALLEST else max(-LARGEST, min(LARGEST, value))
     few = float(f"{bounded:.{digits}g}")
     return int(few) if few == int(few) and abs(few) < 1e9 else few

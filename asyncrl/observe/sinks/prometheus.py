@@ -166,6 +166,7 @@ def _labelled(name: str) -> tuple[str, dict[str, str]]:
 
 
 def _text(name: str) -> str:
+    """The description of a metric; its name if it is not declared."""
     metric = catalogue.find(name)
     return metric.text if metric is not None else name
 
@@ -253,6 +254,7 @@ class PrometheusSink:
 
 
 def _in_order(key: Labels, labels: Sequence[str]) -> list[str]:
+    """The values of ``labels`` in ``key``, in the order of ``labels``; empty for a label that it lacks."""
     by_label = dict(key)
     return [by_label.get(label, "") for label in labels]
 

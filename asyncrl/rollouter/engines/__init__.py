@@ -19,6 +19,7 @@ def make_engine(config: Config, name: str) -> Engine:
 def engine_dtype(config: Config) -> str:
     """Return torch's name of the dtype that the engine computes in."""
     dtype = config.rollout.traits.dtype
+    # With a colon it names a function of the configuration: MODULE:NAME.
     return str(_load(dtype)(config)) if ":" in dtype else dtype
 
 

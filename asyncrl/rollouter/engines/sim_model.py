@@ -32,7 +32,7 @@ BLOCK = 16
 """Number of tokens in a block of the prefix cache."""
 _TABLE = 8192
 _random = random.Random(0)
-# All responses are cut out of these two tables; see ``content``.
+# All responses are cut out of these two tables of _TABLE entries; see ``_content``.
 # Printable ASCII: ordinary tokens to every byte-level vocabulary.
 _TOKENS = [_random.randrange(33, 127) for _ in range(_TABLE)]
 _LOGPROBS = [-_random.expovariate(1.6) for _ in range(_TABLE)]
@@ -122,6 +122,7 @@ def content(seed: int, key: str, start: int, count: int) -> tuple[list[int], lis
 
 
 def _content(offset: int, count: int) -> tuple[list[int], list[float]]:
+    """Return ``count`` entries of both tables from index ``offset`` on; after its end a table begins again."""
     tokens: list[int] = []
     logprobs: list[float] = []
     while len(tokens) < count:
@@ -133,6 +134,7 @@ def _content(offset: int, count: int) -> tuple[list[int], list[float]]:
 
 
 def _hash(seed: int, key: str) -> int:
+    """Return 64 bits that decide the length of the response ``key`` and its place in the tables."""
     return xxhash.xxh3_64_intdigest(f"{seed}/{key}".encode())
 
 
@@ -166,6 +168,7 @@ class Batch:
         self._admitting = True
         self._prefixes = PrefixCache(config.kv_tokens)
         self.version = -1
+        """The version loaded last; -1 before the first."""
 
     @property
     def crashed(self) -> bool:
@@ -323,6 +326,7 @@ class Batch:
             self._admit(self._next_step_at)
 
     def _step_s(self) -> float:
+        """Return the seconds of a decode step of the running requests."""
         return self._config.decode_step_s + (len(self._running) - 1) * self._config.decode_step_per_request_s
 
     def _next_deltas(self) -> int:

@@ -146,9 +146,9 @@ class Conversation:
         self._children: dict[Node | None, list[Node]] = {}
         """Nodes by their parent; None for those without one."""
         self._lineage: list[int] = []
-        """For each node a bit mask of node ids.
+        """For each node a bit mask: bit k is set if the node is node k or comes after it.
 
-        They are the node, its ancestors, and the earlier answers that its call's messages continue."""
+        A node comes after its parent, the answers in its call's ``ResolvedCall.before``, and the nodes before them."""
         self._forks: Counter[str] = Counter()
         self._prompts = itertools.count()
         """Numbers for the next prompts."""
@@ -372,6 +372,7 @@ class Conversation:
         )
 
     def _newest_trained(self) -> Node | None:
+        """Return the newest trained answer, or the newest answer if no answer is trained; None before the first."""
         return next((node for node in reversed(self.nodes) if node.trained), self.nodes[-1] if self.nodes else None)
 
     def _require_open(self) -> None:
@@ -394,11 +395,13 @@ def _preceding_answers(known: Sequence[Point], messages: int) -> tuple[Node, ...
 
 
 def _as_given(point: Point) -> Message:
+    """Return the message of a point: an answer as the policy gave it, any other message as the agent sent it first."""
     assert point.message is not None
     return point.node.for_template() if point.node else point.message
 
 
 def _message(content: str, reasoning: str | None, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    """Make the message of an answer, in OpenAI's form."""
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if reasoning is not None:
         message["reasoning_content"] = reasoning

@@ -34,7 +34,7 @@ no answer of the policy that could be trained. ``reward``: the code gave no rewa
 engines died of the prompt too often. ``host``: the host or worker died, and the episode starts again.
 """
 REPORTED: frozenset[Failure] = frozenset({"start", "turn", "answer", "reward"})
-"""Causes that EpisodeFaults reports to the user; the episode host reports the others."""
+"""Causes that EpisodeFaults reports to the user; the episode host reports errors of the user's code (``user``)."""
 
 
 class EpisodeMetrics:
@@ -45,7 +45,7 @@ class EpisodeMetrics:
         self._scored_by = "judge" if reward in JUDGES else "score"
         counters.setdefault("rollout/malformed_calls")
         self._tools: dict[str, str] = {}
-        """The states of the tools that are reported apart, and OTHER_TOOLS."""
+        """The states of the tools that are reported apart, and OTHER_TOOLS; each is its own value."""
         self._computed = self._linear = 0
         """Tokens computed in all episodes that became trajectories, and tokens that they would take without forks."""
 

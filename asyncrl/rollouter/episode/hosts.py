@@ -69,8 +69,8 @@ class RunHosts:
 def shares(own: str, rollouters: Sequence[str], hosts: Sequence[str], room: int) -> dict[str, int]:
     """Return how many episodes the rollouter ``own`` may have at each of the shared ``hosts``.
 
-    Each host's ``room`` is divided equally among all ``rollouters``, in the same order everywhere. The rest of the
-    division goes to different rollouters at different hosts.
+    Each host's ``room`` is divided equally among all ``rollouters``. The rest of the division goes to different
+    rollouters at different hosts. All rollouters must pass ``rollouters`` and ``hosts`` in the same order.
     """
     rank, count = rollouters.index(own), len(rollouters)
     whole, rest = divmod(room, count)
@@ -90,9 +90,9 @@ def choose(
     """Choose the host for one more episode. Among equally full hosts ``own`` comes first, then the first of ``shared``.
 
     ``shared`` has the number of episodes that the rollouter may have at each shared host, ``room`` the number at its
-    own host. ``open`` counts the rollouter's open episodes by host. Only ``living`` hosts that are not full can be
-    chosen, and ``prefer`` is chosen if it can be. If only hosts in ``avoid`` are left, ``own`` is chosen, even if it
-    cannot be used.
+    own host. ``open`` counts the rollouter's open episodes by host. Only ``living`` hosts can be chosen, a shared one
+    only while it is not full, and ``prefer`` is chosen if it can be. If only hosts in ``avoid`` are left, ``own`` is
+    chosen, even if it cannot be used.
     """
     rooms = {own: room, **{host: share for host, share in shared.items() if open.get(host, 0) < share}}
     candidates = [host for host in rooms if host in living]

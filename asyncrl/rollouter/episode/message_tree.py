@@ -187,5 +187,6 @@ def _answers_with_text(answers: Sequence[Point], text: str) -> list[Point]:
 
 
 def _text(message: Message) -> str:
+    """Return the content of a message if it is a text, else ""."""
     content = message.get("content")
     return content if isinstance(content, str) else ""

@@ -32,7 +32,7 @@ _NOT_SAMPLED = -1
 
 
 def sequences_of(nodes: Sequence[Node], past_rewards: Mapping[int, float]) -> list[TokenSequence]:
-    """Make the sequences to be trained: one for each leaf whose path has a trained answer that no earlier one has.
+    """Make the sequences to be trained: one for each leaf whose path has a trained answer that no earlier path has.
 
     ``nodes`` are all nodes of a conversation, parents first; ``past_rewards`` is Turn.past_reward by the node's id.
     """
@@ -133,8 +133,8 @@ class Node:
     spans: tuple[VersionSpan, ...]
     """Version spans of the sampled tokens, counted from the first of them."""
     routes: np.ndarray | None
-    """Routes (messages/routes.py) of the path's tokens that its parent's lack, without the last one. The first of them
-    belongs to the parent's last token. None if the engine returns none."""
+    """Routes (messages/routes.py) of the path's tokens from the parent's last one on; without a parent, from the first.
+    The last token of the path has no route. None if the engine returns no routes."""
     finish: FinishReason
     message: dict[str, Any]
     """The answer in OpenAI's form; reasoning is in ``reasoning_content``."""
@@ -198,6 +198,7 @@ class Node:
 
 
 def _object_or_text(arguments: str) -> dict[str, Any] | str:
+    """Decode arguments that are a JSON object; return others unchanged."""
     try:
         value = msgspec.json.decode(arguments)
     except (ValueError, RecursionError):
@@ -210,9 +211,10 @@ def shared_prefix(
 ) -> tuple[Node | None, int]:
     """Find the longest path of a node that is a prefix of ``ids``, among ``parent`` and its descendants.
 
-    Returns that node (None: no path is a prefix), and the length of the longest prefix that ``ids`` shares with any
-    path. This shared prefix may end within a node. The path of ``parent`` must be a prefix (None: all nodes are
-    searched). Among paths of equal length ``preferred`` wins, else a trained node, else the first.
+    ``children`` has the nodes by their parent. Returns that node (None: no path is a prefix), and the length of the
+    longest prefix that ``ids`` shares with any path. This shared prefix may end within a node. The path of ``parent``
+    must be a prefix (None: all nodes are searched). Among paths of equal length ``preferred`` wins, else a trained
+    node, else the first.
     """
     best, shared = parent, parent.length if parent else 0
     open_nodes = [parent]
@@ -229,6 +231,7 @@ def shared_prefix(
 
 
 def _rank(node: Node | None, preferred: Node | None) -> tuple[int, bool, bool, int]:
+    """Return the key by which ``shared_prefix`` compares nodes: the highest is the best."""
     return (node.length, node is preferred, node.trained, -node.id) if node else (0, False, False, 0)
 
 

@@ -335,6 +335,7 @@ class Sessions:
             stages.dropped(request.call, now())
             session.note()
             raise
+        # Tools that the call did not declare are left out of the events and the state.
         known = {tool["function"]["name"] for tool in tools}
         called = [each.name for each in reply.tool_calls if each.name in known]
         events.answered(reply.node, called, parsed.malformed)
@@ -430,8 +431,8 @@ class Sessions:
     def _streamed_text(self, request: Chat, tools: Sequence[Any], response: Response) -> GrowingText | None:
         """Return a decoder if the answer's text is sent while it is sampled; None if only the whole answer is sent.
 
-        The agent gets only the whole answer if it did not ask to stream, or if the answer may have tool calls,
-        reasoning or stops of its own.
+        The agent gets only the whole answer if it did not ask to stream. The same follows if the answer may have tool
+        calls or reasoning, and if the run or the call has stops.
         """
         if not request.stream or tools or response.stops != Stops() or self._renderer.report.reasoning_parser != "none":
             return None

@@ -26,6 +26,7 @@ from asyncrl.messages import FinishReason
 from asyncrl.rollouter.serving.generation import Phase
 
 Stage = Literal["host", "start", "turn", "episode", "close"]
+"""Name of a deadline."""
 _SHOWN_FIRST: tuple[Phase, ...] = ("engine", "paused", "queue")
 """Phases of calls under way at the same time: the first of these that any call has is the episode's state."""
 _ENDED = "ended"

@@ -15,8 +15,8 @@ died (core/death_counts.py). After ALONE_FROM deaths a suspect has the engine al
 and leases that ask later wait for the suspect. Turns are given in the order of asking, so no lease starves. The samples
 of a lease that runs alone run together, until all are done or the engine dies.
 
-Invariants: while a lease runs alone, no other lease is in the engine. Each lease gets a turn once the leases that asked
-before are done.
+Invariants: while a lease runs alone, no other lease is in the engine. Each lease gets a turn at the latest once those
+that asked before it are done.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from asyncrl.rollouter.engines.base import EngineLoad
 ROOM, FULL = 0.85, 0.95
 """Shares of the KV cache: below ROOM the limit may grow, from FULL on it is cut."""
 GROWTH = 0.25
-"""Share of the limit by which it grows before the first cut."""
+"""Share of the limit by which each call of ``look`` may raise it before the first cut."""
 STEPS = 16
 """Approximate number of calls of ``look`` in which the limit regains what a cut took."""
 CUT = 0.8
@@ -54,7 +54,7 @@ class Concurrency:
         self._settling = False
         """Whether more calls are still running than the last cut allows."""
         self._preemptions = 0
-        """Preemptions that the engine had reported at the last call."""
+        """``EngineLoad.preemptions`` at the last call."""
 
     def look(self, load: EngineLoad, *, running: int) -> int:
         """Adapt the limit to the engine's load and return it. ``running`` calls have a slot.
@@ -120,6 +120,7 @@ class Slots:
             self._leave()
 
     def _take_number(self) -> int:
+        """Return the lowest free number; those that were given back are lower than all unused ones."""
         if self._returned:
             return heapq.heappop(self._returned)
         self._unused += 1
@@ -167,7 +168,7 @@ class EngineTurns:
         self.deaths_alone = 0
         """Deaths while a lease ran alone, over all leases."""
         self.failed = 0
-        """Number of leases that have failed after such deaths."""
+        """Number of leases that failed for good, because engines died too often while they ran alone."""
         self._blamed = ""
         """Uid of the lease of the last excused death; "" once a submission has ended normally since."""
         self.excused = False

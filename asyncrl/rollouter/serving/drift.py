@@ -143,7 +143,7 @@ def measure_drift(probe: Probe, scores: Sequence[Sequence[float]], samples: Sequ
             found = np.flatnonzero(likeliest == sample.token)
             differences += [sample.logprob - float(learner_logprobs[at]) for at in found]
     sampled = np.array(differences, np.float64)
-    # A few finite differences say little.
+    # A few finite differences say little; one that is not finite says enough.
     enough = len(sampled) >= MIN_SAMPLES or not np.isfinite(sampled).all()
     everything = np.abs(np.concatenate([scored, sampled]))
     with np.errstate(over="ignore", invalid="ignore"):
@@ -163,6 +163,7 @@ def _root_mean_square(differences: np.ndarray) -> float:
 
 
 def _finite(value: float | np.floating) -> float:
+    """Return ``value``; FAR in place of NaN and infinity."""
     return float(value) if np.isfinite(value) else FAR
 
 
@@ -219,7 +220,7 @@ class DriftRecord:
 
     def __init__(self) -> None:
         self.warnings = 0
-        """Drifts at or above drift.warn."""
+        """Number of drifts at or above drift.warn."""
         self.metrics: dict[str, float] = {}
         """The metrics of the drift; empty before the first one. Readable from any thread."""
 

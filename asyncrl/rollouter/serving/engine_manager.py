@@ -139,7 +139,7 @@ class EngineManager:
         self._stopped_at = 0.0
         """Time (s) since which the engine admits nothing; kept after it admits again."""
         self.sampling: list[tuple[float, float]] = []
-        """Closed intervals (wall clock) in which requests were running, since they were last taken."""
+        """Closed intervals (wall clock) in which requests were running, since the last call of ``take_sampling``."""
 
     async def start(self) -> None:
         """Make and start the engine, once it may have the GPU. It serves nothing before its first update."""
@@ -248,6 +248,7 @@ class EngineManager:
                     self.turns.clear_blame()
                 yield delta
         except EngineDied as error:
+            # Otherwise the engine was replaced meanwhile, and its successor is not dead.
             if engine is self._engine:
                 self.declare_dead(str(error))
             raise
@@ -263,6 +264,7 @@ class EngineManager:
         try:
             await engine.abort([id])
         except EngineDied as error:
+            # As in ``stream``.
             if engine is self._engine:
                 self.declare_dead(str(error))
 
@@ -316,6 +318,7 @@ class EngineManager:
         mode = {"abort_resume": "abort", "keep": "keep", "drain": "wait"}[self._config.rollout.on_update]
         await self.engine.pause(mode)  # type: ignore[arg-type]
         self._frozen = True
+        # If the engine has died meanwhile, the state is no longer "pausing".
         if self._states.state == "pausing":
             self._states.enter("paused", f"weights v{version}")
         return self._clock.now() - began
@@ -377,7 +380,7 @@ class EngineManager:
         return self._clock.now() - began, drift
 
     async def call_off(self) -> None:
-        """Resume under the old weights. After a failed load the engine has no weights, and stays paused."""
+        """Resume under the served version; stay paused if it is not complete in the engine, as after a failed load."""
         if self._loaded is not None and self._loaded == self.version:
             self._frozen = False
             await self.engine.resume()
@@ -410,7 +413,7 @@ class EngineManager:
 
     @property
     def running(self) -> int:
-        """Submissions in the engine."""
+        """Number of submissions in the engine."""
         return self._running.total()
 
     @property
@@ -435,6 +438,7 @@ class EngineManager:
         return taken
 
     def _enter(self, lease: Lease) -> None:
+        """Note that a submission of a lease enters the engine."""
         if not self._running:
             self._token_wait.begin()
         self._running[lease.uid] += 1
@@ -464,6 +468,7 @@ class EngineManager:
         self._close_interval()
 
     def _close_interval(self) -> None:
+        """End the open sampling interval, if there is one."""
         if self._sampling_since is not None:
             self.sampling.append((self._sampling_since, self._clock.wall()))
             self._sampling_since = None

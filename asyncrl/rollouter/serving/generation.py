@@ -79,6 +79,7 @@ class Response:
     _submission_start: int = 0
     """Index of the first token of the present submission."""
     _submission_version: int = -1
+    """Version under which the present submission began."""
 
     @property
     def remaining(self) -> int:
@@ -91,9 +92,9 @@ class Response:
         return self.routed + sum(map(len, self.routes))
 
     def final_routes(self, prompt: int) -> np.ndarray | None:
-        """Return the routes behind ``routed`` of a finished response after ``prompt`` tokens; None without any.
+        """Return the routes of a finished response, without its last token; None without any.
 
-        They are those of all its tokens but the last.
+        They begin after the first ``routed`` tokens of the prompt, which has ``prompt`` tokens.
         """
         if not self.routes:
             return None
@@ -164,8 +165,8 @@ class Response:
     def _window_start(self, end: int, decode: Decode) -> int:
         """Return the index from which to decode, to find every stop string that ends after the first ``end`` tokens.
 
-        The text from there up to ``end`` is at least as long as the longest stop string and MARGIN, or is the whole
-        text.
+        The text from there up to ``end`` has at least the length of the longest stop string plus MARGIN, or is the
+        whole text.
         """
         wanted = max(map(len, self.stops.strings)) + MARGIN
         count = wanted
@@ -229,7 +230,7 @@ class TrajectoryFailed(Exception):
 
 
 class CallWatch:
-    """Observes the progress of a call of the policy; these methods do nothing."""
+    """Observes the progress of a call of the policy. A subclass overrides the methods, which do nothing here."""
 
     def entered(self, phase: Phase) -> None:
         """Called when the call enters a phase."""

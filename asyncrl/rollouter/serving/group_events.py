@@ -36,7 +36,7 @@ class SampleEvents:
         self.attempts = 0
         """Number of episodes that were begun for the sample."""
         self.host = ""
-        """Host of the newest of these episodes."""
+        """Host of the sample's newest episode; "" before the first."""
         self.failed_attempts = 0
         self.elapsed = elapsed
 
@@ -104,7 +104,7 @@ class CallEvents:
         self._note("refused", self._number, reason[:LONGEST_REASON])
 
     def answered(self, turn: int, tools: Sequence[str], malformed: int) -> None:
-        """Note that the call became the answer ``turn``, which calls ``tools``."""
+        """Note that the call became the answer ``turn``, which calls ``tools``; ``malformed`` calls were unreadable."""
         names = [name[:LONGEST_TOOL] for name in tools[:MOST_TOOLS]]
         self._note("answered", self._number, turn, *self._response_facts, names, malformed)
 

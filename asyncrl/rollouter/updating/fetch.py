@@ -58,13 +58,13 @@ from asyncrl.weights.segments import Segment, path_of, seal_verified
 
 T = TypeVar("T")
 Call = Callable[[str, Request, float | None], Awaitable[Any]]
-"""A function that calls an actor; it gets the actor, the request, and the timeout (s; None: the usual one)."""
+"""A function that calls an actor; it gets the actor's name, the request, and the timeout (s; None: the usual one)."""
 
 PARAMETER_SERVER = "parameter_server/0"
 CORRUPT_ATTEMPTS = 3
-"""Number of times that the same chunk may arrive corrupt before the fetch fails."""
+"""The fetch fails when the same chunk has arrived corrupt so many times."""
 VERIFIED_AT_ONCE = 4
-"""Number of buckets of shared memory that are verified at the same time. One thread reads slower than the memory. On
+"""Most buckets of shared memory that are verified at the same time. One thread reads slower than the memory. On
 two cores, four threads share them more evenly than two threads do."""
 SILENT_SHARE = 1 / 8
 """Share of weights.deadline_s after which an unanswered call ends and its source is left. A live source answers within
@@ -126,6 +126,7 @@ class _Shared:
     """
 
     source = PARAMETER_SERVER
+    """The actor that errors name; the memory may be that of another replica."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
@@ -237,6 +238,7 @@ class _Stream:
                 await _in_thread(self._discard)
 
     def _discard(self) -> None:
+        """Free the memory of all buckets, complete or not; runs on a thread."""
         while self._filling:
             self._filling.popitem()[1].discard()
         close_all(list(self._sealed.values()))
@@ -271,6 +273,7 @@ class _Stream:
         """
         # The parameter server gets the whole deadline, because a repeated call would queue the chunk again.
         timeout_s = self._weights.deadline_s * (1 if source.name == PARAMETER_SERVER else SILENT_SHARE)
+        # The turn names one fetch of the source, which refuses if it has begun another (_Arriving.turn).
         asked = msgspec.structs.replace(request, turn=source.turn)
         chunk: Chunk = await self._call(source.name, asked, timeout_s)
         index = request.bucket
@@ -300,19 +303,24 @@ class _Stream:
             raise VersionGone(self._version, f"{source} does not hold it") from error
         if isinstance(error, RemoteError) and is_refusal(error):
             raise error
+        # Logged at the first failure only, until a chunk arrives.
         if not self._last_failure:
             self._log.warning("chunks do not arrive", version=self._version, error=str(error))
         self._last_failure = str(error)
         await asyncio.sleep(pause(AWAY_S, 0, self._draws.random()))
 
     def _leave(self, source: str, problem: str) -> None:
-        """Switch to the next source if ``source`` is in use; late failures of earlier sources change nothing."""
+        """Switch to the next source, if ``source`` is the one in use and not the parameter server, which is the last.
+
+        So late failures of sources that were left before change nothing.
+        """
         if source == self.source != PARAMETER_SERVER:
             del self._sources[0]
             self._last_progress = self._now()
             self._log.warning("relay is left", version=self._version, relay=source, next=self.source, error=problem)
 
     def _seal(self, index: int) -> None:
+        """Seal and verify a bucket that has all its chunks; runs on a thread. Raises WeightsCorrupt."""
         segment, bucket = self._filling.pop(index), self._buckets[index]
         self._sealed[index] = seal_verified(segment, bucket, version=self._version, index=index)
 
@@ -333,7 +341,10 @@ class _Arriving:
     """A version that the relay holds, whole or in part."""
 
     turn: int
-    """Number of the fetch in the chain of replicas (messages/weights.py); requests must name it."""
+    """Place of this fetch in the chain of replicas: above those of all earlier fetches (parameter_server/conductor.py).
+
+    A replica requests chunks only from fetches of lower turns, so two replicas never wait for each other. A request
+    must name the turn: once the replica has begun another fetch, requests for this one are refused."""
     descriptors: dict[int, int] = field(default_factory=dict)
     """Descriptors of the buckets' memory."""
     checksums: dict[FetchChunk, int] = field(default_factory=dict)
@@ -420,6 +431,7 @@ class Relay:
         self._closing.shutdown()
 
     def _drop(self, version: int) -> None:
+        """Forget a version and close its descriptors, on the thread; requests for its chunks then fail."""
         self._closing.submit(close_all, list(self._versions.pop(version).descriptors.values()))
         self._changed.wake()
 

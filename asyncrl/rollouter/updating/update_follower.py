@@ -219,7 +219,8 @@ class UpdateFollower:
             serving=self._manager.version,
             host=self._place,
             workers=self._manager.engine.workers,
-            # In time slices an engine joins no NCCL group, because it sleeps while the learner publishes.
+            # In time slices an engine joins no NCCL group, because it sleeps while the learner publishes. Otherwise
+            # NCCL refuses an engine on a GPU of rank 0, which takes part too.
             joins_nccl=self._config.rollout.on_gpu
             and self._manager.slices is None
             and "learner/0" not in sharers().values(),
@@ -295,7 +296,7 @@ class UpdateFollower:
             self._track.enter(f"wait for pause v{update.version}", version=update.version)
             request = RequestLoad(version=update.version, paths=paths)
             # The parameter server refuses only broadcasts. It withdraws the permission after weights.deadline_s; a new
-            # request restarts that time. A drain may take longer, so the request is repeated after each third of it.
+            # request restarts that time. A drain may take longer, so a request follows after each third of that time.
             await self._may_load(request)
             while not await self._unless_asked(self._manager.quiesced(weights.deadline_s / 3)):
                 await self._may_load(request)
@@ -326,7 +327,7 @@ class UpdateFollower:
     async def _take_broadcast(self, update: WeightUpdate, part: BroadcastPart) -> None:
         """Take a version by broadcast.
 
-        Without the permission the engine resumes under its old weights, unless a load has failed since.
+        Without the permission the engine resumes under its old weights, unless a load has failed since their commit.
         """
         weights = self._config.weights
         self._track.enter(f"pause v{update.version}", version=update.version, transport=update.transport)

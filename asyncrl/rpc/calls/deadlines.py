@@ -33,6 +33,7 @@ class Deadlines(Generic[T]):
         """Items by tick."""
         self._timer: asyncio.TimerHandle | None = None
         self._armed_tick: float = math.inf
+        """Tick at which the newest timer fires; infinite before the first and once it has fired."""
 
     def add(self, item: T, when: float) -> int:
         """Have ``item`` expire at ``when`` (s). Returns its tick."""

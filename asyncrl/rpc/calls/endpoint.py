@@ -54,6 +54,7 @@ class Endpoint:
     owner: EndpointOwner = field(default_factory=EndpointOwner)
     codec: Codec = field(default_factory=Codec)
     param_version: int = -1
+    """Newest policy version that the actor knows of; -1 before any."""
     ending: bool = False
     """Whether the actor's tasks are over or being cancelled: no call is served and no peer is looked up."""
     counters: Counters = field(default_factory=Counters)

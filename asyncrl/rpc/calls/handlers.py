@@ -53,7 +53,9 @@ class Handler:
     request: type[Message]
     is_async: bool
     idempotent: bool
+    """Whether the call may be handled twice, so that its reply need not be stored; True for a cast."""
     answered: bool
+    """Whether the message is a Request, which gets a reply, and not a cast."""
     senders: frozenset[str]
     """Roles that may send it."""
 

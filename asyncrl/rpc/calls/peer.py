@@ -197,6 +197,7 @@ class Peer(PeerConnection):
         return next(iter(self._pending), self._next_id)
 
     def _ask(self, id: int) -> None:
+        """Send an ASK for the call ``id``."""
         assert self._client is not None
         header = self._endpoint.header(
             Kind.ASK, "", id=self._next_id, in_reply_to=id, answered_below=self._answered_below
@@ -235,7 +236,8 @@ class Peer(PeerConnection):
     def _next_timer(self, future: CallFuture, first_s: float) -> float:
         """Time at which the timer looks at a call again, to ask after it or to end it (s).
 
-        ``first_s`` is the longest first pause. It begins PARKED_S later for a parked call, whose answer may take long.
+        ``first_s`` is the longest first pause. For a parked call, whose answer may take long, the pause begins up to
+        PARKED_S later.
         """
         # At least ASKED_WITHIN_SILENCE times within ``silence``, even with the longest pause.
         first_s = min(first_s, future.silence / ASKED_WITHIN_SILENCE / 2**DOUBLINGS)
@@ -330,7 +332,7 @@ class Peer(PeerConnection):
 
     def _on_error(self, header: Header, body: ErrorBody) -> None:
         """Say HELLO if the server asks for it, retry later if it is full or not set up, else fail the call."""
-        # Each call in flight may get this answer. The first one makes this side say HELLO, and it is not ready then.
+        # Each call in flight may get this answer. The first answer makes this side say HELLO, which ends ``ready``.
         if body.code == "hello_required":
             if self.ready:
                 self._say_hello()
@@ -376,6 +378,7 @@ class Peer(PeerConnection):
         self._send_queued()
 
     def _on_refuse(self, body: Refuse) -> None:
+        """Disconnect and fail all calls with Refused. The next call connects again."""
         self._disconnect()
         self._unreached_since = None
         self._endpoint.counters.add("wire/refused_by_peer")

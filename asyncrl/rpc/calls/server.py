@@ -71,7 +71,8 @@ MAX_STORED = 4 * CREDIT
 LONGEST_CALL_S = 7 * 86400.0
 """Longest time until the deadline of a call (s). The server ends calls with a later deadline after this time."""
 MOST_UNEXPECTED, UNEXPECTED_WINDOW_S = 64, 600.0
-"""Number of unexpected failures of a connection within so many seconds that are retryable; further ones are final."""
+"""Number of unexpected failures (handler exceptions that are no AsyncRLError) of a connection within so many seconds
+that are answered as retryable. Further ones are answered as final."""
 UNEXPECTED_MOMENT_S = 0.2
 """A failure within this time after the last one that counted does not count: all calls may fail together (s)."""
 LONGEST_ERROR = 16384
@@ -95,7 +96,7 @@ class _Session:
     stored: dict[int, list[Any]] = field(default_factory=dict)
     """Replies, as frames, to calls that are not idempotent, by the id of the call, until the caller has them."""
     unexpected: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_UNEXPECTED))
-    """Times of unexpected failures of its handlers (s)."""
+    """Times of the newest unexpected failures of its handlers (s), see MOST_UNEXPECTED."""
 
     @property
     def credit(self) -> int:
@@ -267,9 +268,11 @@ class CallServer:
         return bool(unused)
 
     def _others_of(self, name: str, but: bytes) -> list[_Session]:
+        """Sessions of ``name``, the oldest first, without the one that has the routing id ``but``."""
         return [s for s in self._by_name.get(name, {}).values() if s.routing_id != but]
 
     def _drop(self, session: _Session) -> None:
+        """Forget a session with its stored replies, and cancel its running handlers."""
         del self._sessions[session.routing_id], self._by_name[session.name][session.routing_id]
         if not self._by_name[session.name]:
             del self._by_name[session.name]
@@ -469,9 +472,8 @@ class CallServer:
     def _note_unexpected(self, session: _Session) -> bool:
         """Note an unexpected failure. Returns whether it is retryable.
 
-        It is final if MOST_UNEXPECTED failures were noted within UNEXPECTED_WINDOW_S before it.
-
-        Failures within UNEXPECTED_MOMENT_S of the last one that was noted are not noted again.
+        It is final if MOST_UNEXPECTED failures were noted within UNEXPECTED_WINDOW_S before it. Failures within
+        UNEXPECTED_MOMENT_S of the last one that was noted are not noted again.
         """
         now, failures = self._loop.time(), session.unexpected
         too_often = len(failures) == failures.maxlen and now - failures[0] < UNEXPECTED_WINDOW_S

@@ -60,6 +60,7 @@ exactly."""
 TEXTS = ("state", "awaiting")
 NUMBERS = ("loop_lag_s", "state_s", "loop_busy", "cpu")
 LISTS = ("counters", "histograms", "resources", "awaits", "unreached", "gpus", "events")
+"""Fields of a Heartbeat that are checked here, by type. LISTS has dicts too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class Entry:
     version: int = -1
     """The newest policy version that it knew of at its last heartbeat."""
     ended: bool = False
+    """Whether its process has ended, as its agent reported or a newer incarnation shows."""
     condemned: str = ""
     """Reason to kill it; empty if it need not be killed."""
     lost: bool = False
@@ -100,7 +102,7 @@ class Entry:
     stayed: float = 0.0
     """Time of the last heartbeat that left out a resource only if it was still in the same state (s)."""
     event: int = 0
-    """Number of the newest of its events that was heard."""
+    """``Event.number`` of its newest event that was heard; 0 before the first."""
 
     def merge(self, beat: Heartbeat, now: float) -> int:
         """Store a heartbeat. Returns the number of its values that are left out."""
@@ -160,6 +162,7 @@ def _bounded(heartbeat: Heartbeat, actor: str) -> Heartbeat:
 
 
 def _values(beat: Heartbeat) -> int:
+    """Number of items in the lists and dicts of a heartbeat."""
     return sum(len(getattr(beat, name)) for name in LISTS)
 
 
@@ -199,6 +202,7 @@ def _is_gpu(value: Gpu) -> bool:
 
 
 def _cut(event: Event, actor: str) -> Event:
+    """Return the event of ``actor`` with its name, and with texts of limited length."""
     return msgspec.structs.replace(event, actor=actor, level=event.level[:LONGEST_NAME], text=event.text[:LONGEST_TEXT])
 
 

@@ -1,7 +1,7 @@
 """The members of the run: the actors of its start and those that have joined, without those that have left.
 
 The controller sends ``Members`` messages. Each is complete and is applied to the names and public keys of the start. So
-the admitted actors depend only on the newest message, by its number; an older one changes nothing.
+the admitted actors depend only on the newest message, the one with the largest ``Members.number``.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class Roster:
         self.actors = self._initial
         """All actors of the run, in the order in which they came."""
         self.number = 0
-        """Number of the newest Members message that was applied."""
+        """Revision (``Members.number``) of the newest message that was applied; 0 for the members of the start."""
         self.gone = frozenset[str]()
         """Agents and actors that have left for good; connections with their keys are refused."""
         self.peers: dict[str, list[str]] = dict(credentials.peers)
         """Public keys by name, of agents too; none without CURVE."""
 
     def take_in(self, members: Members) -> list[Dead]:
-        """Admit exactly the members of the run. Returns the actors that have left; none if the message is not new.
+        """Admit exactly the members of the run. Returns the actors and agents that have left, each dead for good.
 
-        They are dead in all incarnations.
+        If the message is not newer than the last one, does nothing and returns an empty list.
         """
         if members.number <= self.number:
             return []

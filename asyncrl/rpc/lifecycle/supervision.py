@@ -49,6 +49,7 @@ class RestartBudget:
     window_s: float
     backoff_s: float
     _recent: deque[float] = field(default_factory=deque)
+    """Times of the deaths within the window that led to a restart (s), the oldest first."""
 
     def next(self, now: float) -> float | None:
         """Counts a death at ``now`` (s). Returns the seconds until the restart; None after too many restarts."""
@@ -88,5 +89,5 @@ class Supervisor:
         return Restart(pause_s)
 
     def forgive(self, name: str) -> None:
-        """Forget the counted deaths of an actor, as after it has rested."""
+        """Forget the counted deaths of an actor, as after the rest of a replica (controller/state/reserve.py)."""
         self._budgets.pop(name, None)

@@ -110,7 +110,9 @@ class ErrorBody(Struct, frozen=True, kw_only=True):
     exception's ``code`` or class name. Codes do not change between versions."""
     message: str
     retryable: bool = False
+    """Whether the same call may succeed later."""
     actor: str = ""
+    """The actor that answers."""
 
 
 class OtherProtocol(ProtocolError):

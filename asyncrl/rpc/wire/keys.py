@@ -1,6 +1,7 @@
 """Keys of the actors of a run: the run's secret, CURVE key pairs, and the ZAP handler that admits them.
 
-CURVE is ZeroMQ's encryption and authentication. Under CURVE every socket has the key pair of its actor and attempt. The
+CURVE is ZeroMQ's encryption and authentication. Under CURVE every socket has the key pair of its actor and *attempt*.
+The attempt is the number of the actor's restarts, up to supervision.max_restarts; it stays 0 for the controller. The
 ZAP handler (``Doorkeeper``) admits listed keys only and names the owner of a key, which must match the sender in the
 envelope. It starts before the first bind, because CURVE without it would admit any key. Without CURVE, HELLO carries
 the run's secret.

@@ -46,7 +46,9 @@ HANDSHAKE_MS = 30_000
 TURNED_AWAY = int(
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+"""Monitor events of connections that failed in the handshake."""
 BEGUN = int(zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED)
+"""Monitor events of a socket that listens, and of a connection that has begun."""
 
 # Plain numbers, because operators on an enumeration cost as much as sending a frame.
 NOW, NOW_AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)

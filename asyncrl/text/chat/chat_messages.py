@@ -42,6 +42,7 @@ CALLED = ("name", "arguments")
 OF_A_PART = ("type", "text")
 OF_A_TOOL = ("type", "function", "strict")
 SHAREGPT = ("from", "value")
+"""Fields of a message in the format of ShareGPT, which is refused."""
 
 
 def normalise_messages(messages: Sequence[Any], *, field: str = "messages") -> list[Message]:
@@ -219,6 +220,7 @@ def object_of(value: Any, field: str) -> dict[str, Any]:
 
 
 def _text(value: Any, field: str) -> str:
+    """Return the value if it is text that UTF-8 can hold. Raises ChatRefused."""
     if not isinstance(value, str):
         raise ChatRefused(field, f"must be text, not {kind_of(value)}")
     try:
@@ -364,7 +366,7 @@ def _take_answered_call(message: Mapping[str, Any], unanswered: list[tuple[str, 
     """Find the call that a tool's message answers. Removes it from ``unanswered`` and returns its id.
 
     ``unanswered`` has (id, name) of each call. A message without an id answers the first call, or the first call of its
-    name if it has a name; without such a call, raises ChatRefused. An unknown id is returned as it is:
+    name if it has a name. Raises ChatRefused without such a call. An unknown id is returned as it is:
     ``normalise_messages`` checks ids.
     """
     id, name = message.get("tool_call_id"), message.get("name")

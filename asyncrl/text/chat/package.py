@@ -2,8 +2,8 @@
 
 A renderer of the package is Python code that does the work of the chat template of one family of models. There are some
 twenty families. The configuration names the family; it is never guessed. An extension is the tokens that the package's
-bridge adds after an answer. Invariant: it keeps the sampled ids. The check of kinds of turns is only reported: the
-bridge decides which turns are extended. Fails with ConfigError if the package or the family is missing.
+bridge adds after an answer. Invariant: the sampled ids stay as they are. The check of kinds of turns (probe.py) is only
+reported: the bridge decides which turns are extended. Fails with ConfigError if the package or the family is missing.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class PackageRenderer:
         # Made at once, so that a wrong name or model is found at the start.
         self._renderer({})
         answered = self._ids([QUESTION, {"role": "assistant", "content": "Hi."}], (), {}, generate=False)
+        # Index of the token that ends the answer; the seam follows it.
         end_at = next((index for index in range(len(answered))[::-1] if answered[index] in self._ends), len(answered))
         self.report = make_report(
             chat,
@@ -118,6 +119,7 @@ class PackageRenderer:
         return Parsed(content, response.reasoning_content or None, calls, malformed, unfinished)
 
     def _renderer(self, options: Mapping[str, Any]) -> Any:
+        """Return the package's renderer for ``options``, which override those of the run. Raises ConfigError."""
         return self._cached_renderer(json.dumps({**self._chat.template_options, **options}, sort_keys=True))
 
     def _make(self, options: str) -> Any:
@@ -145,6 +147,7 @@ class PackageRenderer:
     def _ids(
         self, messages: Sequence[Message], tools: Sequence[Tool], options: Mapping[str, Any], *, generate: bool
     ) -> list[int]:
+        """Render messages to tokens; with ``generate`` they end with the generation prompt. Raises ChatRefused."""
         renderer = self._renderer(options)
         try:
             return list(renderer.render_ids(list(messages), tools=list(tools) or None, add_generation_prompt=generate))

@@ -186,6 +186,7 @@ def _beginnings(shape: Shape) -> Iterator[tuple[str, list[Message]]]:
 
 
 def _answer(shape: Shape, ending: str) -> Message:
+    """Make the answer of a shape from made-up words. Its content ends with ``ending``, unless it makes calls."""
     names = [name for name, role in zip(("lookup", "search"), shape.tail, strict=False) if role == "tool"]
     if shape.tail[0] == "tool":
         answer = _calls(names, ANSWER, "call_1_")
@@ -195,6 +196,7 @@ def _answer(shape: Shape, ending: str) -> Message:
 
 
 def _tail(shape: Shape) -> list[Message]:
+    """Make the messages after the answer of a shape."""
     tail: list[Message] = []
     for number, role in enumerate(shape.tail):
         if role == "tool":
@@ -205,6 +207,7 @@ def _tail(shape: Shape) -> list[Message]:
 
 
 def _calls(names: Sequence[str], word: str, ids: str) -> Message:
+    """Make an answer that calls these tools with the argument ``word``; ``ids`` begins the id of each call."""
     calls = [
         {"id": f"{ids}{number}", "type": "function", "function": {"name": name, "arguments": {"word": word}}}
         for number, name in enumerate(names)
@@ -239,7 +242,7 @@ class ChatReport(msgspec.Struct, frozen=True, kw_only=True):
     end: str
     """Text of the token that ends an answer; empty if the template writes none at which the engine stops."""
     seam: str
-    """Text that the template writes between that token and the next message."""
+    """Text that the template writes between the end of an answer and the next message."""
     cases: list[CaseFinding]
     notes: list[str]
 

@@ -53,6 +53,7 @@ from asyncrl.text.tokenizer import Tokenizer
 KEPT = 256
 """Most kinds of turns (with template options) whose verdict is kept."""
 CLOSED_THINK = f"\n{END_THINK}\n\n"
+"""Text that closes the reasoning of an answer that was cut within it."""
 
 
 class Renderer(Protocol):
@@ -75,8 +76,9 @@ class Renderer(Protocol):
     ) -> list[int] | None:
         """Return the extension after a sampled answer: the seam, ``messages``, and the generation prompt.
 
-        ``last_ids`` are all tokens of the answer, and ``messages`` follow it, none of them by the assistant. None if an
-        extension would not be exact: the caller must then render the whole conversation. Raises ChatRefused.
+        ``last_ids`` are all tokens of the answer, and ``finish`` is the reason of its end. ``messages`` follow it, none
+        of them by the assistant. None if an extension would not be exact: the caller must then render the whole
+        conversation. Raises ChatRefused.
         """
 
     def answer(
@@ -108,7 +110,7 @@ class TemplateRenderer:
         self._hidden_ids = frozenset(
             id for text, id in template.tokenizer.special_ids.items() if keep is not None and text not in keep
         )
-        """Special tokens that the parser does not read; ``text`` leaves them out. Empty if ``markers`` is None."""
+        """Ids of special tokens that the parser does not read; ``text`` leaves them out. Empty if it reads all."""
         end, seam, note = _find_seam(template)
         self.report = make_report(
             chat,
@@ -175,9 +177,11 @@ class TemplateRenderer:
         return self._template.tokenizer.decode(kept, keep_special=True)
 
     def _without_end(self, ids: Sequence[int]) -> Sequence[int]:
+        """Return the ids of an answer without the token that ended it, if there is one."""
         return ids[:-1] if ids and ids[-1] in self._template.end_ids else ids
 
     def _examine(self, shape: Shape, options: str) -> TurnCheck:
+        """Check one kind of turn under these options (JSON text)."""
         return examine(self._template, shape, self._history, json.loads(options))
 
     def _prompt_opens_reasoning(self, with_tools: bool, options: str) -> bool:
@@ -317,4 +321,5 @@ def _make_similar_answer(messages: Sequence[Message], parsed: Parsed) -> Message
 
 
 def _key(options: Mapping[str, Any]) -> str:
+    """Return the options as JSON text, which can be the key of a cache."""
     return json.dumps(options, sort_keys=True, default=str)

@@ -67,6 +67,7 @@ SHORT_ID = 9
 """Characters of a short id of a call: Mistral's templates refuse any other length."""
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 _NAME = "qkzcall"
+"""Made-up word in test conversations; a rendered text without it does not show the part that has it."""
 _TOOLS: list[Tool] = [
     {
         "type": "function",
@@ -415,6 +416,7 @@ class ShownCheck:
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         """Return the rendered conversation; if ``by_answer``, after the rendered messages before each answer."""
+        # An answer at index 0 has no messages before it.
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant" and index]
         ends = [*(answers if self._by_answer else ()), len(messages)]
         return "\n".join(self._render(messages[:end], tools) for end in ends)
@@ -435,6 +437,7 @@ class _Marked:
         """Everything that the result of the check depends on: the roles, and the fields with a text."""
 
     def _make_mark(self, index: int, path: str) -> str:
+        """Make and note a new mark for the field ``path`` of the message ``index``, or of the tools if it is -1."""
         mark = f"qkz{len(self.marks)}shown"
         self.marks.append((mark, index, path))
         return mark
@@ -455,6 +458,7 @@ class _Marked:
         return marked
 
     def _called(self, function: dict[str, Any], index: int, path: str) -> dict[str, Any]:
+        """Copy the function of a call, with marks for its name and for its arguments if it has any."""
         arguments, name = function["arguments"], self._make_mark(index, f"{path}.name")
         if not arguments:
             return {"name": name, "arguments": arguments}
@@ -462,6 +466,7 @@ class _Marked:
         return {"name": name, "arguments": mark if isinstance(arguments, str) else {"word": mark}}
 
     def _tool(self, tool: Tool, path: str) -> Tool:
+        """Copy a tool, with marks for its name, its description and its parameters."""
         function = dict(tool["function"])
         function["name"] = self._make_mark(-1, f"{path}.name")
         if function.get("description"):

@@ -31,8 +31,9 @@ from asyncrl.text.tokenizer import Tokenizer
 ANSWER = "qkzanswer"
 THOUGHT = "qkzthought"
 NEXT = "qkznext"
-"""Words that no template holds."""
+"""Words that no template holds, for an answer, its reasoning, and the messages after it."""
 FIELD = "answer"
+"""Name of the answer in errors."""
 OTHERS = ("qkz", "zqk")
 """Two answers that do not begin with the same character."""
 QUESTION: Message = {"role": "user", "content": "Hello."}
@@ -113,8 +114,9 @@ def learn_turn(
 def _plain_head(text: Any, before: Sequence[Message], tail: Sequence[Message], base: str) -> str:
     """Return the text between ``base`` and the words of an answer without reasoning and calls.
 
-    The messages of ``tail`` that are no results of tools follow the answer, or else a made-up one. If the template
-    refuses them, no message follows.
+    ``text`` renders messages; ``base`` is the text of ``before`` without the generation prompt. The messages of
+    ``tail`` that are no results of tools follow the answer, or else a made-up one. If the template refuses them, no
+    message follows.
     """
     plain: Message = {"role": "assistant", "content": ANSWER}
     later = [message for message in tail if message["role"] != "tool"] or [{"role": "user", "content": NEXT}]
@@ -149,7 +151,7 @@ def _split_answer(
 ) -> tuple[str, str, str] | str:
     """Split ``rest`` into the words of the answer, its end, and the text after it; or return why that is impossible.
 
-    ``index`` is the position after the last known word of the answer.
+    ``rest`` begins with the answer; ``index`` is the position after its last known word. ``text`` renders messages.
     """
     limit = rest.find(NEXT, index)
     behind = rest[index : limit if limit >= 0 else len(rest)]

@@ -50,7 +50,7 @@ class Conversations:
     """Position and problem of the first such row, as FILE:LINE: PROBLEM."""
 
     def of_step(self, number: int) -> list[TokenizedRow]:
-        """Return the conversations of supervised step ``number``, which counts from 1, warm steps included."""
+        """Return the conversations of supervised step ``number``, counted from 1; sft.warm_steps come first."""
         order = EpochOrder(self.fingerprint, self.seed, len(self.rows))
         begin = (number - 1) * self.batch
         places = (order.at(position) for position in range(begin, begin + self.batch))

@@ -1,19 +1,20 @@
 """Attention over a packed row of T tokens, without the cost of a T x T square.
 
 A row is a list of pieces. A piece is a whole sequence, a beginning that several sequences share, or the rest of such a
-sequence. A position attends to the earlier positions of its own piece, and to the whole prefix of the piece: its shared
-beginning, if it has one. The cost is the sum of the products of lengths. transformers instead masks a T x T square.
-There are two implementations, each registered with transformers under its own name:
+sequence. A position attends to itself and the earlier positions of its own piece. If the piece has a prefix (a shared
+beginning), the position also attends to all of that. A piece costs its length times the number of tokens that it
+attends to. transformers instead masks a T x T square. There are two implementations, each registered with transformers
+under its own name:
 
     VARLEN   one kernel: torch.nn.attention.varlen, which is flash attention on CUDA
-    PACKED   torch's dot-product attention, once for each run of pieces of equal lengths; for everything else
+    PACKED   torch's dot-product attention, once for each run of equally long pieces; VARLEN's fallback
 
 A model that runs with one of them gets ``sequence_lengths``, ``key_lengths`` and ``key_index`` as keyword arguments of
 its forward. It passes them to every attention layer. VARLEN also needs ``cu_seqlens``, ``cu_seqlens_k`` and
 ``max_seqlen``. ``key_index`` copies the keys and values of a shared beginning for each of its sequences, so they
 collect the gradients of all.
 
-If ranks share a row (row_group.py), both are wrapped: they get all tokens of the row, and some of the heads.
+If ranks share a row (row_group.py), both implementations are wrapped: they get all tokens and some of the heads.
 
 PACKED reads the lengths from tensors, outside the graphs of torch.compile. As numbers they would be guards, and each
 count of sequences would need another graph. VARLEN reads no values of a tensor, so a compiled layer stays one graph for
@@ -49,7 +50,7 @@ HEAD_MULTIPLE, LARGEST_HEAD = 8, 256
 """The kernel supports heads whose dimension is a multiple of the first number, up to the second."""
 LEAST_LONGEST = 128
 """Least value of ``max_seqlen``: a block of the kernel."""
-# Before torch 2.12 keys and values need as many heads as queries.
+# Whether keys and values may have fewer heads than queries; before torch 2.12 they may not.
 _HAS_GQA = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 
 
@@ -84,9 +85,9 @@ def connect(lengths: Sequence[int] | np.ndarray, prefixes: Sequence[int] | np.nd
         seen = [piece for pair in zip(prefix.tolist(), range(len(own)), strict=True) for piece in pair if piece >= 0]
         index = np.concatenate([np.arange(starts[piece], starts[piece] + own[piece]) for piece in seen])
     return Pieces(
-        # A piece with a prefix continues the positions of the prefix.
         lengths=tuple(own.tolist()),
         key_lengths=tuple((own + prefix_lengths).tolist()),
+        # A piece with a prefix continues the positions of the prefix.
         positions=np.arange(own.sum()) - np.repeat(starts - prefix_lengths, own),
         key_index=index,
     )
@@ -94,7 +95,7 @@ def connect(lengths: Sequence[int] | np.ndarray, prefixes: Sequence[int] | np.nd
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Attention heads of a layer."""
+    """Attention heads of a layer: numbers of heads of queries and of keys, and their width."""
 
     queries: int
     keys: int
@@ -108,7 +109,7 @@ def register() -> None:
     """Make PACKED and VARLEN values of transformers' ``attn_implementation``. Idempotent."""
     from transformers import AttentionInterface
 
-    # Not compiled either: a graph would break in the wrapper, around the call.
+    # The wrapper is not compiled either: its graph would break at the call of ``packed_attention``.
     whole: Any = torch.compiler.disable(sharing_heads(packed_attention))  # type: ignore[no-untyped-call]
     AttentionInterface.register(PACKED, whole)
     AttentionInterface.register(VARLEN, sharing_heads(varlen_attention))
@@ -147,7 +148,7 @@ def packed_attention(
     assert key_lengths is not None
     each = query.shape[1] // key.shape[1]
     if getattr(module, "num_key_value_groups", each) != each:
-        # Ranks that share rows have repeated the keys. transformers reads the number from the layer.
+        # Ranks that share rows have repeated the keys. transformers reads the number of queries per key from the layer.
         module = cast("nn.Module", SimpleNamespace(num_key_value_groups=each))
     # A run is (number of pieces, length, key length) of neighbouring pieces with equal lengths.
     runs = [
@@ -204,7 +205,7 @@ def _soft_capped(
     scaling: float | None,
     softcap: float,
 ) -> Tensor:
-    """Attention of sequences of equal lengths with scores s bounded as c tanh(s / c) (Gemma 2, arXiv 2408.00118).
+    """Compute attention of pieces of equal lengths, with scores s bounded as c tanh(s / c) (arXiv 2408.00118).
 
     torch's dot-product attention has no such bound, and would silently leave it out.
     """
@@ -220,7 +221,7 @@ def _soft_capped(
 def refusal(
     *, device: str, dtype: torch.dtype, head: int, value_head: int, softcap: float | None = None, dropout: float = 0.0
 ) -> str | None:
-    """Return the reason that the kernel cannot compute such attention; None if it can. Pure.
+    """Return the reason that VARLEN's kernel cannot compute attention with these properties; None if it can. Pure.
 
     ``head`` and ``value_head`` are the dimensions of a head of queries and of values.
     """
@@ -240,7 +241,7 @@ def refusal(
 
 
 def round_longest(length: int) -> int:
-    """Round a longest length up to a power of 2 for ``max_seqlen``.
+    """Round a longest length up to a power of 2, at least LEAST_LONGEST, for ``max_seqlen``.
 
     So few different values occur: torch.compile may build a graph for each.
     """

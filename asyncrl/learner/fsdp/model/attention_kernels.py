@@ -44,6 +44,7 @@ KERNELS = (
 )
 """The packages, the fastest first."""
 ABSENT = "it is not installed"
+"""Problem of a package that is not there, which ``choose_kernel`` does not report."""
 CAPABILITY = (8, 0)
 """Least CUDA compute capability of a device (Ampere)."""
 # The row on which ``kernel_problem`` tries the kernel: two pieces have the third as their prefix. Some pieces have one
@@ -92,7 +93,7 @@ def choose_kernel(
 
 
 def use_kernel(kernel: Kernel | None, device: torch.device) -> str | None:
-    """Let torch call this kernel from now on in this process, or its own (None). Returns the reason if it cannot."""
+    """Let torch call this kernel, or its own (None), from now on in this process. Returns the reason if it cannot."""
     if current_flash_attention_impl() is not None:
         restore_flash_attention_impl()
     if kernel is None:
@@ -123,10 +124,10 @@ def _import_problem(module: str) -> str | None:
 
 
 def kernel_problem(device: torch.device, dtype: torch.dtype, heads: attention.Heads, *, windowed: bool) -> str | None:
-    """Return the reason that the kernel does not work on this device; None if it does.
+    """Return the reason that the kernel which torch now calls does not work on this device; None if it does.
 
-    Runs it on random numbers, forward and backward, and compares the results with PACKED in float32. ``windowed``:
-    whether the model has a sliding window.
+    Runs the kernel on random numbers, forward and backward, and compares the results with PACKED in float32.
+    ``windowed``: whether the model has a sliding window.
     """
     reason = attention.refusal(
         device=device.type, dtype=dtype, head=heads.width, value_head=heads.width, softcap=heads.softcap

@@ -3,11 +3,11 @@
     y = W x + b + (alpha / rank) B A x        W [out, in] frozen, A [rank, in], B [out, rank]
 
 A begins Kaiming-uniform and B at zero, as in PEFT (https://huggingface.co/docs/peft/package_reference/lora), so that
-training begins at the model itself. A and B are additional float32 parameters of their layer, whose own keep their
-names; FSDP shards all of them, and computes in the compute type. Embedding and head get no adapters.
+training begins at the model itself. A and B are additional float32 parameters of their layer; its weight and bias keep
+their names. FSDP shards all of them, and computes in the compute type. Embedding and head get no adapters.
 
 Invariant: A depends only on run.seed and on the order and shapes of the adapted layers. So the number of ranks does not
-change it. The frozen weights are never written.
+change it. Training never changes the frozen weights.
 
 Fails with ConfigError naming lora.targets when a target matches no linear layer of the decoder.
 """
@@ -156,8 +156,10 @@ def _choose_names(names: list[str], lora: LoraConfig) -> list[str]:
 
 
 def _matches(name: str, target: str) -> bool:
+    """Whether ``target`` is a layer's whole name, or the end of it behind a dot."""
     return name == target or name.endswith(f".{target}")
 
 
 def _own_name(name: str) -> str:
+    """Return the last part of a layer's name, as "q_proj"."""
     return name.rpartition(".")[2]

@@ -4,7 +4,7 @@ Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/) steps along the
 momentum. Its steps have the root mean square of AdamW's (arXiv 2502.16982, section 2.2), so both take one learning
 rate.
 
-Invariant: every trained parameter belongs to one of the two, and its state has names of ``STATES`` alone.
+Invariant: every trained parameter belongs to one of the two optimizers, and its state has names of ``STATES`` alone.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ STATES = (*ADAMW_STATE, *MUON_STATE)
 MOMENTUM = 0.95
 ITERATIONS = 5
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
-"""Coefficients of an iteration of Newton and Schulz, from Keller Jordan's post."""
+"""Coefficients of each of the ITERATIONS of Newton and Schulz, from Keller Jordan's post."""
 RMS = 0.2
-"""Root mean square of a step of AdamW, divided by the learning rate."""
+"""Root mean square of a step of AdamW, divided by the learning rate; Muon's steps get the same."""
 
 
 class Muon(torch.optim.Optimizer):
@@ -51,9 +51,9 @@ class Muon(torch.optim.Optimizer):
                     self._move(matrix, local(matrix.grad), group["lr"], group["weight_decay"])
 
     def _move(self, matrix: Tensor, gradient: Tensor, rate: float, weight_decay: float) -> None:
-        """Update one matrix in place: gather the averaged gradient, orthogonalise it, and step with this rank's rows.
+        """Update one matrix in place: gather its momentum, orthogonalise that, and step with this rank's rows.
 
-        ``gradient`` is this rank's part.
+        ``gradient`` is this rank's part of the matrix's gradient.
         """
         state = self.state[matrix]
         if not state:
@@ -119,7 +119,7 @@ class MuonWithAdamW:
         self.state = muon.state = adamw.state
 
     def step(self) -> None:
-        """Take a step with both."""
+        """Take a step with both optimizers."""
         for optimizer in self._both:
             optimizer.step()
 

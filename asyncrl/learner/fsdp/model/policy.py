@@ -4,7 +4,7 @@ A packed row holds several sequences. transformers recognises them by ``position
 ``use_cache=False`` and no attention mask. With the cache left on, or a mask of ones, it silently treats the row as one
 long sequence. A common beginning of several sequences may be in the row once (algorithm/packing.py). Positions then
 continue behind it, and attention.py copies its keys and values for each sequence. attention.py also explains pieces.
-recurrence.py does the same for layers that carry a state from token to token.
+recurrence.py copies hidden states for layers that carry a state from token to token.
 
 The head computes log-probs and entropies from hidden states. It is applied in chunks of positions, and again in the
 backward pass. A chunk's softmax statistics are float32. On CUDA the arithmetic of a chunk is compiled into two kernels,
@@ -39,7 +39,7 @@ from asyncrl.weights.routers import Routers
 
 _LOG = logging.getLogger(__name__)
 OUTSIDE = -1e30
-"""Logit of a token outside of a set. Its probability is 0; -inf times a gradient of 0 would be NaN."""
+"""Logit of a token outside of the sampled set. Its probability is 0; -inf times a gradient of 0 would be NaN."""
 Attention = Literal["varlen", "packed", "loaded", "plain"]
 """Attention implementations: VARLEN and PACKED of attention.py, the one that transformers chose at loading, and plain
 matrix products, which support everything that a model asks for."""
@@ -52,7 +52,7 @@ class PackedRow:
     input_ids: Tensor
     """Token ids: int64 [1, T]."""
     position_ids: Tensor
-    """Positions: int64 [1, T], restarting at 0 in each sequence."""
+    """Positions: int64 [1, T], from 0 in each sequence; a piece with a prefix continues those of the prefix."""
     lengths: tuple[int, ...]
     """Lengths of the pieces; they sum to T."""
     key_lengths: tuple[int, ...]
@@ -66,7 +66,7 @@ class PackedRow:
     predict: Tensor
     """Positions whose next token is scored: int64 [N]."""
     targets: Tensor
-    """Token that each of these positions predicts: int64 [N]."""
+    """The token after each position in ``predict``: int64 [N]."""
     sets: RowSets | None = None
     """Sets from which the targets were sampled; None if all were sampled from the whole vocabulary."""
     routes: Tensor | None = None
@@ -82,7 +82,7 @@ class Policy(nn.Module):
     """Scores packed rows with a causal LM of transformers.
 
     If ``chunked`` is True, the head is applied here, chunk by chunk. If False, the model computes the logits of the
-    whole row. A model needs that if it does more after its last layer than to apply the head and a soft cap.
+    whole row. A model that does more after its last layer than to apply the head and a soft cap needs False.
     """
 
     def __init__(self, model: Any, *, chunked: bool = True) -> None:
@@ -91,11 +91,14 @@ class Policy(nn.Module):
         self.chunked = chunked
         self.routers = Routers(model)
         self.routes: Literal["replay", "compare", "ignore"] = "replay"
-        """What the routers do with the routes of a row, as learner.routes."""
+        """Use of a row's routes, as learner.routes: "compare" lets the routers choose, and counts the differences."""
         self.entropy_gradient = False
         """Whether entropies have a gradient."""
         self.row_group: RowGroup | None = None
-        """The ranks that share rows under VARLEN and PACKED. Under other attention each computes the whole row."""
+        """The ranks that share rows under VARLEN and PACKED. Under other attention each computes the whole row.
+
+        None if this rank has rows of its own.
+        """
         self._attention: str = model.config._attn_implementation
         """The attention that transformers chose at loading."""
         self._softcap: float | None = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
@@ -168,12 +171,12 @@ class Policy(nn.Module):
         return *scores, *further(scores[1], lambda at: _capped(project(found[at]), self._softcap))
 
     def score(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
-        """Call ``forward`` with its hooks. Returns log-probs and entropies, float32 [N] each, nats."""
+        """Call ``forward`` with FSDP's hooks. Returns log-probs and entropies, float32 [N] each, nats."""
         logprobs, entropies = self(row, temperature)
         return logprobs, entropies
 
     def _sharers(self) -> RowGroup | None:
-        """The ranks that share rows under the present attention."""
+        """Return the ranks that share rows under the present attention; None if each rank computes whole rows."""
         return (
             self.row_group if self.model.config._attn_implementation in (attention.PACKED, attention.VARLEN) else None
         )
@@ -197,9 +200,9 @@ class Policy(nn.Module):
                 module.reshard()
 
     def count_active(self, *, trained: bool) -> int:
-        """Count the parameters that compute a token: of the experts of a layer only those that it takes.
+        """Count the parameters that compute a token: in a layer with experts, of these only the chosen ones.
 
-        With ``trained``, frozen ones do not count.
+        With ``trained``, frozen parameters do not count.
         """
         experts = self.routers.experts
         share = experts.chosen / experts.count if experts is not None else 1.0
@@ -475,6 +478,7 @@ def _on(device_type: str, function: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 return compiled(*arguments)
             except (torch.OutOfMemoryError, torch.AcceleratorError):
+                # Errors of running, not of compiling.
                 raise
             except Exception as error:
                 # For example, Triton needs a C compiler.

@@ -7,9 +7,9 @@ each sequence alone:
     kernels   one call, given where the sequences begin: a gated delta rule on CUDA, with the packages KERNELS
     in turn   one call for each sequence; for everything else
 
-They compute whole sequences. The hidden states of a shared beginning are copied for each of its sequences, as
-attention.py copies keys and values. So a shared beginning passes recurrent modules once for each of its sequences, and
-all other modules once.
+Recurrent modules compute whole sequences. The hidden states of a shared beginning are copied for each of its sequences,
+as attention.py copies keys and values. So a shared beginning passes recurrent modules once for each of its sequences,
+and all other modules once.
 
 Invariant: a layer that activation checkpointing computes again has the same boundaries, since they are arguments of the
 layer. A module is found by its convolution; the check at start (startup_check.py) finds a model with other recurrent
@@ -35,7 +35,7 @@ KERNELS = ("fla", "causal_conv1d")
 
 @dataclass
 class _Row:
-    """The row that a layer computes: arguments of attention.packed_attention, None for a row of one sequence."""
+    """The row that a layer computes: arguments of attention.packed_attention, None under other attention than ours."""
 
     lengths: Tensor | None = None
     key_lengths: Tensor | None = None
@@ -77,6 +77,7 @@ def _compute(
     those of attention. They are dropped for a packed row, which has no cache and no padding.
     """
     if row.lengths is None or row.key_lengths is None:
+        # Other attention than PACKED and VARLEN gives no boundaries: the row is computed as one sequence.
         return forward(hidden_states, **named)
     lengths, key_lengths = row.lengths.tolist(), row.key_lengths.tolist()
     if row.key_index is not None:
@@ -90,7 +91,7 @@ def _compute(
         outputs = torch.split(whole, key_lengths, dim=1)
     else:
         outputs = tuple(forward(sequence) for sequence in torch.split(hidden_states, key_lengths, dim=1))
-    # The outputs of a sequence's shared beginning belong to another piece of the row.
+    # The outputs of a shared beginning belong to another piece of the row, so each piece keeps its own alone.
     owned = [output[:, output.shape[1] - length :] for output, length in zip(outputs, lengths, strict=True)]
     return torch.cat(owned, dim=1)
 

@@ -6,7 +6,7 @@ back. At the end ``gather`` gives every rank the scores of the whole row, so all
 
     tokens      a row is padded to a multiple of the group's size, by a piece of its own that nothing scores
     heads       keys and values are repeated if there are fewer heads of them than ranks, or the numbers do not divide
-    gradients   the two exchanges are each other's transpose. ``gather`` passes each rank the gradient of its own
+    gradients   each exchange is the transpose of the other. ``gather`` passes each rank the gradient of its own
                 scores, so the gradients of the group's ranks add up to that of the row
 
 Invariant: a row's tokens see the same keys as on one rank. Works for layers that see other tokens in attention alone;
@@ -39,7 +39,7 @@ class RowGroup(NamedTuple):
 
     size: int
     rank: int
-    """This rank's number in the group: it computes slice ``rank`` of each row."""
+    """This rank's index in the group: it computes slice ``rank`` of each row."""
     name: str
     """Name of the process group in torch."""
 
@@ -106,6 +106,8 @@ def gather(values: Tensor, places: Tensor, count: int, group: RowGroup) -> Tenso
 
 
 class _Gather(torch.autograd.Function):
+    """``gather`` with its own backward pass, which exchanges nothing."""
+
     @staticmethod
     def forward(ctx: Any, values: Tensor, places: Tensor, count: int, name: str) -> Tensor:
         ctx.save_for_backward(places)
@@ -134,17 +136,16 @@ def _exchange(parts: Tensor, name: str) -> Tensor:
 
 @torch.library.custom_op("asyncrl::all_tokens", mutates_args=())
 def all_tokens(parts: Tensor, size: int, name: str) -> Tensor:
-    """All ranks of a group together: from a part for each rank of own tokens, [n, size, W], to the own part of all
-    tokens, [n * size, W].
+    """All ranks of a group together: exchange the parts of this rank's tokens for this rank's part of all tokens.
+
+    ``parts`` [n, size, W] has for each of n tokens a part for each rank. Returns [n * size, W], in order of tokens.
     """
     return _exchange(parts.transpose(0, 1).contiguous(), name).flatten(0, 1)
 
 
 @torch.library.custom_op("asyncrl::all_parts", mutates_args=())
 def all_parts(tokens: Tensor, size: int, name: str) -> Tensor:
-    """All ranks of a group together: from the own part of all tokens, [n * size, W], to all parts of own tokens,
-    [n, size, W].
-    """
+    """All ranks of a group together: the inverse of ``all_tokens``, from [n * size, W] to [n, size, W]."""
     parts = tokens.contiguous().view(size, -1, tokens.shape[1])
     return _exchange(parts, name).transpose(0, 1).contiguous()
 
@@ -163,7 +164,7 @@ def _keep_group(ctx: Any, inputs: tuple[Tensor, int, str], output: Tensor) -> No
     _, ctx.size, ctx.name = inputs
 
 
-# Each is the transpose of the other.
+# As linear maps, each operator is the transpose of the other, and so its gradient.
 for _operator, _transpose in ((all_tokens, all_parts), (all_parts, all_tokens)):
     _operator.register_autograd(
         lambda ctx, gradient, transpose=_transpose: (transpose(gradient, ctx.size, ctx.name), None, None),
@@ -174,8 +175,8 @@ for _operator, _transpose in ((all_tokens, all_parts), (all_parts, all_tokens)):
 def sharing_heads(attend: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[Tensor, None]]:
     """Let an attention implementation for whole rows work where a group of ranks shares them.
 
-    ``Policy.forward`` passes ``row_group`` there; without it, the implementation is called unchanged. The result gets
-    this rank's slice of the tokens and all heads, computes all tokens of its share of the heads, and returns its slice.
+    ``Policy.forward`` passes ``row_group`` there; without it, the implementation is called unchanged. The wrapper
+    gets and returns this rank's slice of the tokens, all heads. ``attend`` gets all tokens, this rank's share of heads.
     Signature, shapes and result are those that transformers calls.
     """
 
@@ -205,7 +206,7 @@ def sharing_heads(attend: Callable[..., tuple[Tensor, None]]) -> Callable[..., t
 
 
 def _all_tokens(tensors: tuple[Tensor, ...], group: RowGroup) -> list[Tensor]:
-    """[1, heads, T / size, D] each to [1, heads / size, T, D], in one exchange."""
+    """Exchange a slice of tokens for a share of heads: [1, heads, T / size, D] each to [1, heads / size, T, D]."""
     # [T / size, size, heads / size * D] each: of every token, a part for each rank.
     parts = [x[0].transpose(0, 1).reshape(x.shape[2], group.size, -1) for x in tensors]
     received: Tensor = all_tokens(torch.cat(parts, dim=2), group.size, group.name)
@@ -215,7 +216,7 @@ def _all_tokens(tensors: tuple[Tensor, ...], group: RowGroup) -> list[Tensor]:
 
 
 def _all_heads(output: Tensor, group: RowGroup) -> Tensor:
-    """[1, T, heads / size, D] to [1, T / size, heads, D]."""
+    """Exchange a share of heads for a slice of tokens: [1, T, heads / size, D] to [1, T / size, heads, D]."""
     _, tokens, heads, width = output.shape
     # [T / size, size, heads / size * D]: the parts are runs of heads.
     received: Tensor = all_parts(output.reshape(tokens, -1), group.size, group.name)

@@ -1,6 +1,6 @@
 """The token sets of a packed row on its device (messages/token_sets.py), as the head masks its logits with them.
 
-Invariant: sets of a chunk of positions give a mask of that chunk alone, so no mask of the whole row is in memory.
+Invariant: a chunk of positions gets a mask of that chunk alone, so scoring in chunks needs no mask of the whole row.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RowSets:
 
 
 def make_row_sets(ids: np.ndarray, sizes: np.ndarray, device: torch.device) -> RowSets | None:
-    """Put the sets of a MicroBatch on ``device``; None if there are none."""
+    """Put the sets of a MicroBatch on ``device``; None if it has no sets."""
     if not len(ids):
         return None
 

@@ -1,7 +1,7 @@
 """Detects that the learner's ranks hang, and names the waiting rank, what it waits for, and the ranks it waits on.
 
-Under gloo a collective that not all ranks enter raises in time; under NCCL it spins until a signal ends the process. So
-each rank writes its Position to the ranks' store every BEAT_S. During a long wait it also reads the positions of the
+Under gloo a collective that not all ranks enter raises at its timeout; under NCCL it spins until a signal ends the
+process. So each rank writes its Position to the ranks' store every BEAT_S, and in a long wait also reads those of the
 others. A wait is a block of code around collectives, with a name. If the training thread makes no progress in a wait
 for longer than the limit, the process ends with an error. Progress is the end of a wait inside it, or a ``mark``. On
 CUDA a mark counts twice: at once, and when the device reaches it.
@@ -49,7 +49,7 @@ class Position(msgspec.Struct, frozen=True, array_like=True):
     """Where a rank's training thread is; the rank writes it to the store."""
 
     beat: int
-    """Number of this position, from 1; it grows as long as the process lives."""
+    """Index of this position, from 1; it grows as long as the process lives."""
     waits: int
     """Number of waits begun so far; all ranks begin the same waits in the same order."""
     what: str
@@ -101,7 +101,7 @@ class Others:
                 blamed.append(f"learner/{rank} (never heard of)")
             elif (silence := now - self._heard_at[rank]) > SILENT_S:
                 blamed.append(f"learner/{rank} (silent for {silence:.0f} s, last {_describe(seen)})")
-            # A rank that has begun more waits than this one is not to blame: it waits itself.
+            # A rank in the same wait, or one that has begun more waits than this one, is not to blame: it waits itself.
             elif (seen.waits, seen.what) != (waits, what) and seen.waits <= waits:
                 blamed.append(f"learner/{rank} ({_describe(seen)})")
         return blamed
@@ -203,6 +203,7 @@ class HangWatch:
         return self._blame() if threading.get_ident() == self._watched_thread else []
 
     def _blame(self) -> list[str]:
+        """Return texts on the ranks to blame for the innermost wait, from any thread."""
         with self._lock:
             what = self._waits[-1].what if self._waits else ""
             return self._others.blame(self._waits_begun, what, time.monotonic())
@@ -243,6 +244,7 @@ class HangWatch:
                 return
 
     def _read_others(self) -> dict[int, Position]:
+        """Read the last position of each other rank that has written one."""
         keys = {rank: f"position/{rank}" for rank in range(self._world_size) if rank != self._rank}
         # multi_get would wait for the key of a rank that has written no position yet.
         present = [rank for rank, key in keys.items() if self._store.check([key])]

@@ -6,9 +6,9 @@ collectives that it announces, and holds everything that a rank needs to take pa
 collective runs between two commands, so the collective timeout does not limit the wait for the next one. A command that
 cannot be decoded ends the rank, since all ranks run one release.
 
-With learner.context_parallel several ranks get the same micro-batches (model/row_group.py). They are consecutive.
+With learner.context_parallel several consecutive ranks get the same micro-batches (model/row_group.py).
 
-Micro-batches travel as buffers of bytes over gloo, which both backends have.
+Micro-batches travel as buffers of bytes over gloo, which the process group has with and without CUDA.
 
 Fails with DeadlineExceeded when ranks do not meet, or do not enter a collective, in time; otherwise with torch's
 RuntimeError and a note on where. A wait that torch does not end, as under NCCL, ends the process (hang_watch.py).
@@ -67,7 +67,7 @@ class OptimizerUpdateShape(msgspec.Struct, frozen=True):
     coefficient: float = 0.0
     """Factor of the supervised loss in the sum of the two."""
     recorded: int = 0
-    """Number of first sequences of the policy's loss whose tokens' scores rank 0 collects."""
+    """Number of recorded sequences, the first of the policy's loss: rank 0 collects the scores of their tokens."""
 
     @property
     def micro_batches(self) -> int:
@@ -93,6 +93,7 @@ class Train(msgspec.Struct, frozen=True, tag=True):
     updates: list[OptimizerUpdateShape]
     temperature: float
     fresh: bool
+    """Whether the weights before the step are the newest published ones."""
     warm: bool
     """Whether this is a supervised step before the first of the run."""
 
@@ -103,7 +104,7 @@ class Reference(msgspec.Struct, frozen=True, tag=True):
     buffer_bytes: list[int]
     """Bytes of each rank's buffer."""
     tokens: int
-    """Tokens of the rank that has the most."""
+    """Scored tokens of the rank that has the most."""
     temperature: float
 
 
@@ -239,6 +240,7 @@ class Ranks:
             self._watch = HangWatch(rank, world_size, self._client(host, port), device=device, timeout_s=timeout_s)
 
     def _client(self, host: str, port: int) -> TCPStore:
+        """Open a new connection to the ranks' store."""
         return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self.timeout_s), wait_for_workers=False)
 
     def scatter(self, buffers: Sequence[np.ndarray] | None, size: int, what: str) -> np.ndarray:
@@ -289,7 +291,7 @@ class Ranks:
             return torch.stack(gathered).numpy()
 
     def agree(self, problem: str | None, what: str) -> list[str]:
-        """Exchange problems, each rank its own or None. Returns those of all ranks, in order of rank, on each rank."""
+        """Exchange problems, each rank its own or None. Returns all of them on each rank, in order; [] without any."""
         if not self.all_gather([float(problem is not None)], what).any():
             return []
         with self.waiting(what):
@@ -365,7 +367,7 @@ class Ranks:
             raise
 
     def note_progress(self) -> None:
-        """Record progress between two of many collectives in a wait: the limit holds for each."""
+        """Record progress between two of many collectives in a wait, so that the limit holds for each of them."""
         if self._watch is not None:
             self._watch.note_progress()
 
@@ -412,7 +414,7 @@ class CommandLine:
         self._rank, self._world_size = rank, world_size
         self._client, self._interrupter = client, interrupter
         self._count = 0
-        """Number of the newest command that this rank has sent, or has begun to wait for."""
+        """Index, from 1, of the newest command that this rank has sent, or has begun to wait for; 0 before any."""
         self._interrupted = threading.Event()
 
     def send(self, command: Command) -> None:

@@ -1,9 +1,9 @@
 """Reads a model from its files, each rank its own rows.
 
 A weight is cut by rows, as FSDP2 will shard it (shard_plan.py). Each rank maps the files into memory, reads its own
-rows, a layer at a time, and casts them to float32 in host memory. Each byte is read from storage once per host, or once
-in all if a host has only a part of the shards. No rank holds more than its shards and one layer. If transformers must
-convert a weight across rows, each rank reads it whole, a layer at a time; only the first read goes to storage.
+rows, a layer at a time, and casts them to float32 in host memory. A host reads from storage only the rows of its ranks,
+each byte once. No rank holds more than its shards and one layer. If transformers must convert a weight across rows,
+each rank reads it whole, a layer at a time; only the first read goes to storage.
 transformers itself reads, renames, converts and ties weights and computes buffers, as in its ``from_pretrained``.
 
 If any rank cannot read a model like this (``shard_plan.obstacle``), rank 0 reads it whole and sends each rank its rows.
@@ -132,6 +132,7 @@ def _read(config: ModelConfig, mesh: DeviceMesh) -> Policy:
 
 
 def _files(folder: Path) -> list[Path]:
+    """Return the files with the model's weights: the only one, or those that the index names."""
     if (folder / ONE_FILE).is_file():
         return [folder / ONE_FILE]
     return [folder / name for name in sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))]
@@ -222,7 +223,7 @@ def _match_names(model: Any, names: list[str], mesh: DeviceMesh) -> tuple[dict[s
 
 
 def _make_empty_shards(model: nn.Module, names: list[str], mesh: DeviceMesh) -> None:
-    """Replace parameters by empty shards, so that transformers reads only these rows."""
+    """Replace parameters by empty shards, so that transformers reads only this rank's rows."""
     for name in names:
         parameter = model.get_parameter(name)
         rows = len(own_rows(len(parameter), mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)))
@@ -242,12 +243,14 @@ def _keep_own_rows(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _shard(local: Tensor, whole: Tensor, mesh: DeviceMesh) -> nn.Parameter:
+    """Make a sharded parameter of the shape of ``whole``, with ``local`` as this rank's rows."""
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     shard = DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
     return nn.Parameter(shard, requires_grad=whole.requires_grad)
 
 
 def _replace(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Put ``parameter`` in place of the one with this dotted name."""
     owner, _, own = name.rpartition(".")
     setattr(module.get_submodule(owner), own, parameter)
 
@@ -309,7 +312,7 @@ def cannot_load(path: Path, error: Exception) -> ConfigError:
 
 def refuse_incomplete(model: nn.Module, path: Path, info: dict[str, Any]) -> None:
     """Raise ConfigError if a model lacks weights, or holds NaN or infinity; ``info`` is transformers' report."""
-    # transformers would use random numbers in their place.
+    # transformers would use random numbers in place of missing weights.
     wrong = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if wrong:
         raise ConfigError([f"model.path: {path} lacks {len(wrong)} weights of the model, the first {wrong[0]}"])

@@ -8,7 +8,7 @@ between packed sequences cannot raise the bound.
 
 The bound of a position is MARGIN times the largest of three numbers: its measured difference, the root mean square of
 these differences, and one unit in the last place of the log-prob. For SmolLM2-135M-Instruct in float32 on a CPU, ways
-of scoring differed by at most 3 times that (five seeds with AVX2, four with AVX-512). No GPU was measured.
+of scoring differed by at most 3 times that number (five seeds with AVX2, four with AVX-512). No GPU was measured.
 
 If a score is not finite, with random rounding or without, no position has a bound, and nothing agrees.
 """

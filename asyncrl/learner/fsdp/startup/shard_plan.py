@@ -21,7 +21,10 @@ _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 
 def own_rows(rows: int, rank: int, shards: int) -> range:
-    """Return the rows of a weight that a rank holds, cut as by torch.chunk: the last ranks may have fewer, or none."""
+    """Return the rows of a weight that a rank holds, cut as by torch.chunk: the last ranks may have fewer, or none.
+
+    ``rank`` counts within a replica, from 0 to ``shards`` - 1.
+    """
     each = -(-rows // shards)
     return range(min(rows, rank * each), min(rows, (rank + 1) * each))
 

@@ -13,7 +13,7 @@ Rounding is measured where the model runs. In float32 each position has its own 
 rounding is the root mean square by which the short sequences differ from the first part's float32. A way then agrees if
 no stretch of a sequence differs by more than ROUNDINGS times that, as a root mean square.
 
-FLOPS bounds the cost of each pass. All ranks compute the same, and the worst of all decides.
+FLOPS bounds the cost of each pass. All ranks compute the same, and the worst result of a rank decides.
 
 Fails with ConfigError when the sharded model differs from the one that was loaded, and under ``packing = "required"``
 when no way of packing agrees.
@@ -158,9 +158,9 @@ class _Check:
     def run(self, path: str) -> Scoring:
         """Try logits in chunks, then the ways for several sequences a row. Return the fastest way that agrees.
 
-        If no way of packing agrees, that is one sequence a row; raises ConfigError if packing is required. The truth is
-        one sequence a row: the short sequences with the model's own logits, the long ones with logits in chunks if
-        these agree.
+        If no way of packing agrees, that is one sequence a row; raises ConfigError if packing is required. Ways
+        are compared with the truth, one sequence a row. In it the short sequences have the model's own logits, the long
+        ones logits in chunks if these agree.
         """
         choice, warnings = self._choice, list(self._choice.warnings)
         tokens = short_tokens(self._policy, self._seed)
@@ -203,6 +203,7 @@ class _Check:
         results: dict[Attention, Distance] = {}
         ways, group = self._ways_to_try(warnings), self._policy.row_group
         if group is not None:
+            # Ranks can share rows under our own attention alone.
             ways = [way for way in ways if way in ("varlen", OURS)]
         for implementation in ways:
             results[implementation] = result = compare(batch.packed, implementation)
@@ -261,7 +262,10 @@ class _Check:
         return ["varlen", *ways]
 
     def _measure_rounding(self, whole: Tensor, path: str) -> float:
-        """Return the root mean square of the distance from the first part's log-probs, nats. Raises ConfigError."""
+        """Return the root mean square of the distance from the first part's log-probs, nats.
+
+        Raises ConfigError if it is above OTHER_MODEL.
+        """
         loaded = torch.tensor(self._choice.truth, device=whole.device)
         rounding = self._worst_of_ranks(float((whole - loaded).square().mean().sqrt()))
         if not rounding <= OTHER_MODEL:
@@ -272,6 +276,7 @@ class _Check:
         return rounding
 
     def _score(self, rows: list[Any], implementation: Attention, *, chunked: bool) -> Tensor:
+        # ``apply`` does not read ``packed``: the rows are given.
         Scoring(packed=False, attention=implementation, chunked=chunked).apply(self._policy)
         self._ranks.note_progress()
         return score_rows(self._policy, rows)

@@ -354,7 +354,7 @@ def compile_layer(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a layer's ``forward`` for rows of any length: its arguments' sizes and integers may change, nothing else.
 
     ``dynamic=True`` would do more. In a module of FSDP it also takes the layer's own numbers for variable, as the size
-    of a head, so compiling takes many times as long, and kernels divide by numbers that they could know.
+    of a head. Compiling then takes many times as long, and kernels divide by numbers that they could know.
     """
     compiled = torch.compile(forward)
 
@@ -367,7 +367,7 @@ def compile_layer(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mark_tokens(values: Sequence[Any]) -> None:
-    """Tell torch.compile which sizes vary: dimension 0 of vectors, and dimension 1 of tensors [1, T, ...]."""
+    """Mark for torch.compile the sizes that vary: dimension 0 of vectors, and dimension 1 of tensors [1, T, ...]."""
     for value in values:
         if isinstance(value, tuple | list):
             _mark_tokens(value)

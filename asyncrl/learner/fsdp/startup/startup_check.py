@@ -10,14 +10,15 @@ row, transformers' plain attention, the model's own logits. A way agrees if meas
 every position (rounding.py). The learner takes the fastest way that agrees:
 
     rows        several sequences a row, else one; a common beginning of several in a row once, else in each
-    attention   of several: ours, else transformers' choice, else the plain one; of one: the last two
+    attention   several sequences a row: ours, else transformers' choice, else the plain one; one: the last two
     logits      in chunks, else the model's own
 
 The second part (sharded_check.py) repeats the comparison where the model will run.
 
-With learner.context_parallel ranks share the rows under our attention alone, which must agree then.
+With learner.context_parallel ranks share the rows under our attention alone.
 
-Fails with ConfigError under ``packing = "required"`` when no way of packing agrees.
+Fails with ConfigError under ``packing = "required"`` when no way of packing agrees, and under learner.context_parallel
+when our attention does not agree.
 """
 
 from __future__ import annotations
@@ -242,6 +243,7 @@ def slower_packing(attention: Attention, found: str) -> str:
 
 
 def _agrees(result: Distance | str) -> bool:
+    """Whether a way agrees; a text is the error of a model that cannot score in this way."""
     return isinstance(result, Distance) and result.agrees
 
 

@@ -2,8 +2,8 @@
 
 Every rank first copies its own shards to host memory on the training thread (copies.py); training waits only for that.
 Then another thread gathers the copies on rank 0, in buckets of whole layers. Rank 0 consumes one bucket while the next
-is gathered: for a version it writes it into a sealed segment. A version holds the adapters alone if versions are
-published so, and else the whole model with adapters merged. An export is the whole model and the adapters.
+is gathered: for a version it writes the bucket into a sealed segment. A version holds the adapters alone
+(``adapters_alone``), or the whole model with adapters merged. An export is the whole model and the adapters.
 
 Invariants: a copy is read to its end before the next one is taken, so one copy bounds the memory. The exchange among
 the ranks has a process group to itself and cannot mix with the collectives of a step. Every rank finishes the gather
@@ -63,7 +63,8 @@ class Assembly:
         """``adapters_alone``: whether a version is the adapters alone. ``dtype`` is the type of published weights.
 
         ``make_copy`` allocates GPU memory of a size in bytes, for engines on the GPU of a rank with the whole model.
-        Each assembly of the model fills it too. If it raises OSError, engines get the weights through host memory.
+        Each assembly of the model fills that too. If ``make_copy`` raises OSError, engines get the weights through host
+        memory.
         """
         model = ShardCopies(model_units(policy), ranks, dtype)
         self.gpu_copy: CopyWriter | None = None
@@ -90,11 +91,12 @@ class Assembly:
         """All ranks together: begin an assembly; returns once this rank's shards are copied.
 
         First waits until the previous one has ended. Another thread then calls ``consume`` with the iterator of
-        ``gather_buckets``, which is empty on ranks of further replicas; the future has its result.
+        ``gather_buckets``, which is empty on ranks of further replicas. The future has the result of ``consume``.
         """
         self._wait(self._ranks.timeout_s)
         error = self._last.exception() if self._last is not None else None
-        # After an OSError, as of a full disk, the ranks are still in step: rank 0 takes all buckets all the same.
+        # After an OSError, as of a full disk, the ranks are still in step: rank 0 takes all buckets all the same. Some
+        # errors of our own are OSErrors too (DeadlineExceeded); after these the ranks are out of step.
         if error is not None and (not isinstance(error, OSError) or isinstance(error, AsyncRLError)):
             raise error
         copies = self._copies[purpose]
@@ -172,6 +174,7 @@ def _write_bucket(name: str, tensors: dict[str, Tensor]) -> tuple[Bucket, int]:
         for spec, tensor in zip(specs, tensors.values(), strict=True):
             data = tensor.reshape(-1).view(torch.uint8).numpy().data
             segment.write(spec.offset, data)
+            # The digest covers the zeros between the tensors.
             digest.update(bytes(spec.offset - end))
             digest.update(data)
             end = spec.offset + data.nbytes

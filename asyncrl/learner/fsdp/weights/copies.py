@@ -93,7 +93,10 @@ class ShardCopies:
         """The same weights in the memory of ``share``, which each ``take`` fills too; empty without ``share``."""
 
     def share(self, make_copy: Callable[[int], CopyWriter]) -> CopyWriter:
-        """Let each ``take`` also fill memory that ``make_copy`` allocates for a size in bytes. Raises OSError."""
+        """Let each ``take`` also fill memory that ``make_copy`` allocates for a size in bytes. Raises OSError.
+
+        Only for a rank that holds the whole model.
+        """
         sizes = [weight.part.numel() * _published(weight.part, self._dtype).itemsize for weight in self._weights]
         aligned = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
         writer = make_copy(sum(aligned))
@@ -166,6 +169,7 @@ def adapter_units(policy: Policy) -> list[Unit]:
 
 
 def _live_weight(name: str, tensor: Tensor) -> Weight:
+    """Describe a parameter or buffer of the model, without copying it."""
     part = tensor.detach()
     if isinstance(part, DTensor):
         assert part.placements[-1] == Shard(0)
@@ -179,6 +183,7 @@ def _adapter(name: str, layer: LoraLinear) -> _MergedAdapter:
 
 
 def _by_layer(weights: list[Weight], model: Any) -> list[Unit]:
+    """Group weights into units, in order of their first weights; ``model`` is that of Unit."""
     layers: dict[str, Unit] = {}
     for weight in weights:
         layers.setdefault(layer_of(weight.name), Unit([], model)).weights.append(weight)
@@ -209,6 +214,7 @@ def _gather_a(parts: list[Weight], ranks: Ranks) -> Iterator[Tensor]:
 
 
 def _published(weight: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which a weight is published: ``dtype``, or its own if that is not floating-point."""
     return dtype if weight.is_floating_point() else weight.dtype
 
 
@@ -220,7 +226,7 @@ def flat(weights: list[Weight], shards: int) -> Tensor:
 
 
 def joined(weights: list[Weight], received: list[Tensor]) -> list[Tensor]:
-    """Put whole weights together from the buffers that ``flat`` made on each rank, in order; none if there are none."""
+    """Put whole weights together from the buffers that ``flat`` made on each rank, in order of rank; [] without any."""
     pieces = []
     for rank, buffer in enumerate(received):
         sizes = _own_sizes(weights, rank, len(received))

@@ -58,6 +58,7 @@ METADATA = ".metadata"
 EXCHANGE_WAIT_S = 1800.0
 """Longest wait of a rank for the slowest one to write; the timeout of the group that is given to ``write``."""
 WEIGHTS = "weights"
+"""Prefix of the names of weights in a checkpoint; the prefixes of the optimizer's states are STATES."""
 AROUND_TENSOR_BYTES = 2560
 """Bytes that torch adds for each tensor: the archive around it, and its entry in the metadata."""
 T = TypeVar("T")
@@ -107,8 +108,8 @@ class StagedState:
         """Shape of each whole tensor, and its properties, by name: for the metadata."""
         self.planner = _CopiesPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.planner.set_up_planner(dict(live), is_coordinator=ranks.rank == 0)
-        # Rank 0 writes a tensor that is not sharded, since it is the same on all ranks. A rank may have no rows of a
-        # small tensor: such an empty shard is left out.
+        # The ranks of one replica write a sharded tensor. Rank 0 writes a tensor that all ranks have whole. A rank may
+        # have no rows of a small tensor: such an empty shard is left out.
         writers = {name: number % ranks.replicas for number, name in enumerate(live)}
         items = [
             item
@@ -354,6 +355,7 @@ def _trained(policy: nn.Module) -> dict[str, Tensor]:
 
 
 def _chunk(item: WriteItem) -> ChunkStorageMetadata:
+    """Return where a shard begins in its tensor, and its extent."""
     assert item.tensor_data is not None
     return item.tensor_data.chunk
 

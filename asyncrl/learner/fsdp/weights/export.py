@@ -1,8 +1,8 @@
 """The weights as a folder that transformers and vLLM load: Hugging Face layout.
 
-``config.json`` and the tokenizer's files are those of model.path, with the dtype that the weights are written in; the
-weights lie in ``model.safetensors``, or, past SHARD_BYTES, in several files with an index. Adapters have a folder of
-their own, in the layout of PEFT (https://huggingface.co/docs/peft/developer_guides/checkpoint), with the tokenizer's
+The files of model.path except its weights are copied; ``config.json`` gets the dtype that the weights are written in.
+The weights lie in ``model.safetensors``, or, past SHARD_BYTES, in several files with an index. Adapters have a folder
+of their own, in the layout of PEFT (https://huggingface.co/docs/peft/developer_guides/checkpoint), with the tokenizer's
 files. An export is written to another folder, synced, then renamed to the target. So the target is either complete or
 as it was. If the process dies between the renames, there is no target, and the old folder is named .NAME.old.
 
@@ -40,7 +40,9 @@ _TOKENIZER = (
     "added_tokens.json",
     "chat_template*",
 )
+"""Patterns of the names of a tokenizer's files."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
+"""Ends of the names of files with weights, which are not copied."""
 
 
 def export(
@@ -139,7 +141,7 @@ def _put_in_place(aside: Path, folder: Path) -> None:
 
 
 def copy_settings(source: Path, target: Path, dtype: torch.dtype) -> None:
-    """Copy all files of a model's folder except its weights; write ``dtype`` into config.json."""
+    """Copy the files of a model's folder, except weights and hidden files; write ``dtype`` into config.json."""
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.name.startswith(".") and not file.name.endswith(_WEIGHTS):
             shutil.copyfile(file, target / file.name)
@@ -161,6 +163,7 @@ def _write_adapter(adapters: dict[str, Tensor], settings: dict[str, Any], source
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write tensors to a new safetensors file. Raises OSError."""
     path.touch()
     permissions = path.stat().st_mode
     try:

@@ -23,9 +23,9 @@ from asyncrl.learner.fsdp.model.policy import Further, Policy, make_row
 from asyncrl.messages.weights import Probe
 
 PLACES = 4
-"""Places of each sequence at which an engine samples a token."""
+"""Most places of a sequence at which an engine samples a token."""
 LIKELIEST = 128
-"""Number of tokens with log-probs at each place: an engine mostly samples one of them there."""
+"""Least number of tokens with log-probs at each place: an engine mostly samples one of them there."""
 
 
 def score_probe(

@@ -3,8 +3,8 @@
 A rank writes one checkpoint at a time. The exchange among the ranks has a process group to itself, so that it cannot
 mix with the collectives of a step. If it fails in that group, the next save creates a new group.
 
-Fails with CheckpointError from the future that ``save`` returns. In the training ``save`` fails only if the ranks
-cannot create a process group.
+Fails with CheckpointError from the future that ``save`` returns. ``save`` itself raises only if the ranks cannot create
+a process group.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Saver:
         """All ranks together: begin a save; returns once this rank's state is copied.
 
         If ``renew`` (rank 0's ``broken``), all ranks first create a new process group. The future raises
-        CheckpointError if the save fails. If this rank cannot copy its state, or still writes the checkpoint before, it
-        takes part all the same and sends the others the error.
+        CheckpointError if the save fails. If this rank cannot copy its state, or still writes the previous checkpoint,
+        it takes part all the same and sends the others the error.
         """
         if renew or self._group is None:
             self._group = self._ranks.another_group(EXCHANGE_WAIT_S)

@@ -345,9 +345,11 @@ class ReferenceEngine:
 
     @property
     def _portions(self) -> int:
+        """Number of portions computed so far, by which ``_compute`` sees progress."""
         return 0 if self._model is None else self._model.fed
 
     def _loaded(self) -> Model:
+        """Return the model, which must have weights."""
         assert self._model is not None, "not started"
         assert self._version >= 0, "nothing is computed before the first load"
         return self._model
@@ -440,6 +442,7 @@ def _sets(sampled: Sampled) -> TokenSets | None:
 
 
 def _read(staged: HeldVersion) -> dict[str, Tensor]:
+    """Copy the tensors of staged weights, by name. Runs on a thread."""
     from asyncrl.weights.tensors import tensors_of
 
     return _copies(tensors_of(staged.manifest))

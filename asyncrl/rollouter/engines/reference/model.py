@@ -30,6 +30,7 @@ from asyncrl.messages.routes import Experts
 from asyncrl.weights.routers import Routers
 
 _BITS = 52
+"""Bits of the sampling noise: a float holds them exactly."""
 
 
 def uniform(seed: int, position: int) -> float:
@@ -196,6 +197,7 @@ class Model:
         output = self._model(input_ids=portion, past_key_values=sequence.cache, use_cache=True, **self._last_only)
         if self._routers is not None and end > sequence.routed:
             assert self.experts is not None
+            # The last ``end - routed`` routes: those before them are known.
             portion_routes = self._routers.recorded()[sequence.routed - end :]
             routes.append(portion_routes.numpy().astype(self.experts.dtype))
             sequence.routed = end

@@ -90,7 +90,7 @@ class VllmEngine:
         self._kv_tokens = 0
         """Number of tokens that the KV cache holds; 0 if it is not known."""
         self._last_active = 0.0
-        """Time (s) of the engine's last sign of life: its start, a resume or an output."""
+        """Time (s) from which ``_check_silence`` counts: the start, a resume, an output, a request after idleness."""
         self._paused = False
         self._version = -1
         """The version loaded last; -1 before the first."""
@@ -167,10 +167,12 @@ class VllmEngine:
         self._check_silence()
 
     def _read_model(self) -> dict[str, Any]:
+        """Read the end-of-sequence tokens, and return the model's config.json. Runs on a thread."""
         self._eos_token_ids = model_folder.stop_token_ids(self._model_path, required=not self._config.rollout.stops)
         return model_folder.read_config(self._model_path)
 
     def _launch(self, model: dict[str, Any]) -> Any:
+        """Return a started AsyncLLM; ``model`` is config.json. Runs on a thread."""
         if self._config.rollout.concurrency == "auto":
             self._load_logger = self._vllm.LoadLogger()
         shares = read_shares(self._config, list(sharers())) if sharers() and not on_cpu(self._config) else None
@@ -266,6 +268,7 @@ class VllmEngine:
             self._silence_timer = self._loop.call_later(self._timeout_s / 4, self._check_silence)
 
     def _fail_streams(self, _reason: str) -> None:
+        """End the streams of all requests with vLLM's EngineDeadError."""
         if self._llm is not None:
             self._llm.output_processor.propagate_error(self._vllm.EngineDeadError())
 
@@ -410,7 +413,7 @@ class VllmEngine:
         """Have the workers load the weights, drop the KV cache if asked to, and set vLLM's version."""
         version = weights.version
         assert self._paused, "only a paused engine may load"
-        # The caller's own deadline is the same and began earlier, with the pause, so normally it ends the wait.
+        # The caller has the same deadline, which began earlier, so normally the caller ends the wait.
         async with self._control(f"the load of version {version}", self._config.weights.deadline_s):
             try:
                 failure = await self._send_weights(weights)
@@ -468,6 +471,7 @@ def _sets(completion: Any) -> TokenSets | None:
 
 
 def _spans(versions: Any, flight: _Flight) -> list[VersionSpan]:
+    """Make version spans of vLLM's spans, without the empty ones."""
     spans = []
     for span in versions or ():
         if span.end > span.start:

@@ -32,6 +32,7 @@ Shapes = dict[str, tuple[str, tuple[int, ...]]]
 """Dtype and shape of each tensor, by its checkpoint name."""
 
 _INDEX = re.compile(r"\.\d+\.")
+"""A number within a name, such as the index of a layer."""
 
 
 def read_config(folder: str) -> dict[str, Any]:

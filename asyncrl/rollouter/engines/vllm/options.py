@@ -77,7 +77,7 @@ def on_cpu(config: Config) -> bool:
 
 
 def threads_on_cpu() -> int:
-    """Return the number of threads of an engine on CPU. ``environment`` must have been set."""
+    """Return the number of threads of an engine on CPU. The variables of ``environment`` must be set."""
     return int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
 
 

@@ -146,6 +146,7 @@ class ClaimedCores:
 
 
 def _claim(core: int) -> socket.socket | None:
+    """Claim a core, and return the socket that holds the claim; None if the core is claimed already."""
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         claim.bind(f"\0{NAME}-{core}")

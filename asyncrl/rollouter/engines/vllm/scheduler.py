@@ -32,7 +32,7 @@ from vllm.v1.request import Request, RequestStatus
 
 @dataclass(slots=True)
 class _HeldRequest:
-    """The held outputs of one request of ``client``, which are due once there are ``interval`` of them."""
+    """The held outputs of one request, due once there are ``interval``; ``client`` is vLLM's index of the receiver."""
 
     client: int
     interval: int

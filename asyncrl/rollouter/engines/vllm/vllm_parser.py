@@ -48,6 +48,7 @@ class VllmParser:
         from vllm.parser.parser_manager import ParserManager
 
         self._request: Any = ChatCompletionRequest
+        """vLLM's class of a chat request, which its parsers take."""
         self._tokenizer = tokenizer
         self._reads_calls = tool_parser is not None
         parser_class: Any = None

@@ -103,6 +103,7 @@ def _differing_layers(manager: Any, layers: dict[str, LoRALayerWeights]) -> Iter
 
 
 def _slices(stacked: Any) -> tuple[torch.Tensor, ...]:
+    """Return the buffers of a module, one for each slice; a single one may come without a tuple."""
     return stacked if isinstance(stacked, tuple) else (stacked,)
 
 
