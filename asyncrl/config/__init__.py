@@ -113,7 +113,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _inherit_data(self) -> Config:
-        """Let evaluation sets inherit the keys of data that they do not set."""
+        """Let each evaluation set inherit the keys that it does not set, from its ``mixture_source`` or else [data].
+
+        It never inherits the keys that say where its rows come from (SOURCE_KEYS).
+        """
         sources: dict[str, PromptsConfig] = {each.name: each for each in self.data.mixture}
         for name, each in self.eval.items():
             base = sources.get(each.data.source_name, self.data)
@@ -139,13 +142,13 @@ class Config(Section):
         return next((each for each in self.data.mixture if each.name == source), self.data)
 
     def reward_function(self, source: str) -> str:
-        """Return the reward function of a source; "" is a prompt of no mixture."""
+        """Return the reward function of a source's prompts; reward.function if no source has this name, also for ""."""
         own = next((each.reward for each in self.data.mixture if each.name == source), None)
         return own or self.reward.function
 
     @property
     def only_episodes_score(self) -> bool:
-        """Whether every training prompt gets its reward from its episode."""
+        """Whether every reward function is "episode": that of [reward], used or not, and those of the sources."""
         own = [each.reward for each in self.data.mixture if each.reward is not None]
         return {self.reward.function, *own} == {"episode"}
 

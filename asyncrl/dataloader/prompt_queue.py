@@ -220,8 +220,8 @@ class _SourceQueue:
                 continue
             if prompt.index in self.source.oversize:
                 self._queue.add_rejected(Rejected(prompt.uid, TOO_LONG, "left_out"))
-            # Where every prompt of an epoch rests, the next one is sampled all the same. With one that does not rest,
-            # there are fewer than two epochs of others between its turns.
+            # If every prompt rests, the next one is taken after two epochs of rests, so that the search ends. A prompt
+            # that does not rest comes sooner than that.
             elif resting < 2 * self.source.order.size and self._rests(prompt):
                 resting += 1
                 self._queue.add_rejected(Rejected(prompt.uid, RESTS, "rested"))
@@ -232,14 +232,17 @@ class _SourceQueue:
     def _rests(self, prompt: TrainingPrompt) -> bool:
         """Whether the curriculum leaves the prompt out of its epoch."""
         rests, results = self._queue.rests, self._ledger.results(prompt.epoch, prompt.index)
+        # The curriculum gets the number of the source's own epoch.
         return rests is not None and rests(results, prompt.epoch // self._stride)
 
     def ahead(self, count: int) -> list[TrainingPrompt]:
+        """As ``PromptQueue.ahead``, for this source."""
         oversize = self.source.oversize
         to_come = (p for p in self._unconcluded(*self._cursor) if self._is_to_come(p) and p.index not in oversize)
         return list(islice(to_come, count))
 
     def hold(self, epoch: int, index: int) -> TrainingPrompt | None:
+        """As ``PromptQueue.hold``, for this source."""
         offset = -1
         if epoch >= self._ledger.first_epoch:
             order = self.source.order_of(epoch, self._number, self._ledger)

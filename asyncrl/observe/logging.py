@@ -93,7 +93,7 @@ def lost_lines() -> int:
 
 
 def write_line(line: str) -> None:
-    """Write a complete line."""
+    """Write a line of the log, given without its newline."""
     _lines.msg(line)
 
 

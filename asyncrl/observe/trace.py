@@ -67,7 +67,8 @@ class Track:
     def add(self, name: str, began: float, **facts: Fact) -> None:
         """Add a span from ``began``, on the clock of the trace, until now. No span may be open.
 
-        The span begins no earlier than the end of the last one, so that spans do not overlap.
+        A ``began`` before the end of the last span, or after now, is moved there: spans do not overlap, and none is
+        negative.
         """
         trace = self._trace
         if trace.on:

@@ -52,9 +52,11 @@ rollouter.gauge("rollout/episodes_oldest_s", "s", "age of the oldest open attemp
 rollouter.gauge(
     "rollout/cost_factor",
     "",
-    "tokens computed, divided by those of the same episodes without forks; over all ended episodes",
+    "tokens computed, divided by those of the same episodes without forks; over episodes that became trajectories",
 )
-rollouter.counter("rollout/episodes_ended/*", "episodes", "ended episodes by outcome: stop, length, turns, time")
+rollouter.counter(
+    "rollout/episodes_ended/*", "episodes", "episodes that became trajectories, by outcome: stop, length, turns, time"
+)
 rollouter.counter(
     "rollout/episodes_failed/*",
     "attempts",
@@ -62,7 +64,9 @@ rollouter.counter(
     "answer (no trainable answer), reward (no reward), policy (engine deaths), "
     "host (the episode host or a worker died; started again)",
 )
-rollouter.counter("rollout/episode_s/*", "s", "time of ended attempts by stage, as in rollout/episodes_at")
+rollouter.counter(
+    "rollout/episode_s/*", "s", "time of ended attempts, also failed ones, by stage, as in rollout/episodes_at"
+)
 rollouter.counter("rollout/malformed_calls", "calls", "tool calls in answers that could not be parsed")
 rollouter.counter(
     "rollout/reprefill_tokens",

@@ -4,8 +4,8 @@ The file of a long run is large, mostly lines of weight updates. ``StepIndex`` k
 page of steps reads only its own lines. ``refresh`` reads what was appended.
 
 Invariant: the steps ascend, and each has one line: that of the newest start of the learner (metrics_line.is_voided).
-A line that is torn or invalid is not a step. A file that was replaced or cut is read again. Raises OSError if
-metrics.jsonl cannot be read. Several threads may use it.
+A line that is torn or invalid is not a step. A file that was replaced or cut is read again. Without a file there is
+no step; raises OSError if metrics.jsonl cannot be read. Several threads may use it.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from asyncrl.rpc.wire.envelope import Header, Welcome
 from asyncrl.rpc.wire.transport import ClientConnection, Frames
 
 HELLO_S = 1.0
-"""Longest first pause before HELLO is said again (s)."""
+"""Upper end of the first pause before HELLO is said again (s); the pauses grow."""
 PROVEN_S = 25.0
 """Age at which an open connection counts as proven even if nothing came over it (s): ZeroMQ ends a half-open connection
 sooner."""
@@ -192,7 +192,7 @@ class PeerConnection(ABC):
             self._hello_timer = None
 
     def _take_welcome(self, header: Header, body: Welcome) -> bool:
-        """Mark the peer as ready. Returns False, and does nothing, unless the peer answers a HELLO that is open."""
+        """Mark the peer as ready, and return True, if this answers an open HELLO to it; else change nothing."""
         if header.in_reply_to not in self._hello_ids or body.name != self.name:
             return False
         self._stop_hello()

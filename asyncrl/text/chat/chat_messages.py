@@ -1,11 +1,11 @@
 """Checks messages and tools of OpenAI's chat completions, and brings them into the form of chat templates. Pure.
 
 Agents' requests, prompts of rows and supervised conversations all pass through here. Rows are checked more strictly
-than requests: an unusable field is refused by name, because otherwise it would be lost unseen. Rows may lack what
-datasets leave out: ids of calls, and null fields.
+than requests: an unusable field is refused by name, because otherwise it would be lost unseen. Rows may leave out ids
+of calls, and their null fields are ignored.
 
-Invariant: the result has text alone, and the roles system, user, assistant and tool. Calls have an id and a name, and
-results of tools answer calls that were made before. Fails with ChatRefused, which names the field, as
+Invariant: contents of the result are text, and its roles are system, user, assistant and tool. Calls have an id and a
+name, and results of tools answer calls that were made before. Fails with ChatRefused, which names the field, as
 messages[3].content[0].type.
 """
 
@@ -31,6 +31,7 @@ SAME_ROLE = {"developer": "system"}
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Field names of an assistant's reasoning in clients and datasets; the result has the first."""
 OF_A_FUNCTION = ("name", "description", "parameters")
+"""Fields of a tool's function, in the order in which templates get them; its further fields follow."""
 NOT_SHOWN = ("strict",)
 """Fields of a function that only control how calls are sampled; the model does not see them."""
 NO_PARAMETERS = {"type": "object", "properties": {}}
@@ -39,6 +40,7 @@ OF_ROLE = {"assistant": (*REASONING, "tool_calls"), "tool": ("tool_call_id",)}
 """Further fields of a message, by role."""
 OF_A_CALL = ("id", "type", "index", "function")
 CALLED = ("name", "arguments")
+"""Fields of the ``function`` of a call."""
 OF_A_PART = ("type", "text")
 OF_A_TOOL = ("type", "function", "strict")
 SHAREGPT = ("from", "value")

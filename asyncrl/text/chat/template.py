@@ -1,20 +1,21 @@
 """The chat template of a model: renders conversations and prompts by it, and checks what it shows to the model.
 
 Dataloader, dry run and episodes use these functions, so that the prompt whose tokens are counted is the prompt that is
-played. At the start, small test conversations are rendered to learn the form that the template takes: for text, calls
-and reasoning. Invariants: a rendered text depends on messages, tools and options alone. A prompt passes only if the
-model reads all of it. If the last message is the assistant's, the policy continues it, or the prompt is refused; no
-second answer follows it.
+played. When a ``ChatTemplate`` is made, it renders small test conversations to learn the form that the template takes:
+for text, calls and reasoning. Invariants: a rendered text depends on messages, tools and options alone. A prompt passes
+only if the model reads all of it. If the last message is the assistant's, the policy continues it, or the prompt is
+refused; no second answer follows it.
 
 ``ShownCheck`` finds the parts of a conversation that a chat template does not show to the model. It renders the
 conversation once more with a made-up word, the mark, in place of each text. If the result lacks a mark, the model would
-never read that part. The result depends on the kinds of messages alone, so it is kept for each kind. There are two
-exceptions. A template that shows reasoning elsewhere may leave it out of earlier answers: it does so in use, too. Ids
-of calls, and the name of the tool in a result, get no mark, since they only repeat what the call says.
+never read that part, and the conversation is refused. The result depends on the kinds of messages alone, so it is kept
+for each kind. A missing mark is no reason to refuse in one case: a template that shows reasoning elsewhere may leave it
+out of earlier answers, as it does in use, too. Ids of calls, and the name of the tool in a result, get no mark, since
+they only repeat what the call says.
 
-Fails with ChatRefused, which names the field, and with ConfigError where the model has no chat template. With
-another data.template than "chat", messages fail with a plain ValueError. Callers catch ValueError, which ChatRefused is
-too.
+Fails with ChatRefused, which names the field, and with ConfigError if the model has no chat template. With another
+data.template than "chat", a prompt of messages raises a plain ValueError. Callers catch ValueError, which ChatRefused
+is too.
 """
 
 from __future__ import annotations
