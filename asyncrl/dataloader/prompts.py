@@ -356,7 +356,10 @@ class RunPrompts:
         return sum(len(each.prompts) for each in self.training)
 
     async def read(self, tokenizer: Tokenizer, services: ActorServices) -> None:
-        """Read and tokenize all prompts on threads. Raises DataError or ConfigError."""
+        """Read and tokenize all prompts on threads, with log lines and notices by ``services``.
+
+        Raises DataError or ConfigError.
+        """
         for key, data in self._config.training_sets.items():
             file = growing_file(data) if follows(data) else None
             prompts = await self._read(key, data, tokenizer, services, file)

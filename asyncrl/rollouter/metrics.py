@@ -20,7 +20,9 @@ rollouter.counter("rollout/deaths_alone", "deaths", "engine deaths while a suspe
 rollouter.counter(
     "rollout/failed_alone", "groups", "groups that failed because engines died too often while they ran alone"
 )
-rollouter.counter("rollout/turns_alone", "turns", "turns of suspects that had the engine alone")
+rollouter.counter(
+    "rollout/turns_alone", "turns", "turns of suspects that had the engine alone, as they do after two deaths"
+)
 rollouter.gauge("rollout/in_flight", "trajectories", "leased and not finished, including those without a slot")
 rollouter.gauge("rollout/running", "trajectories", "in the engine")
 rollouter.gauge("rollout/waiting", "trajectories", "waiting for a slot or for the engine")

@@ -1,7 +1,7 @@
 """The process of asyncrl-doctor on one host: ``python -m asyncrl.launcher.doctor.host``, started directly or by ssh.
 
-It answers the orders of orders.py and CheckOrder. It ends with its standard input or when its deadline runs out, so it
-never outlives the doctor. Before it ends, it removes the files that Mark created.
+It answers the orders of orders.py and CheckOrder. It ends with its standard input, or when its deadline runs out, so
+it outlives the doctor by that deadline at most. Before it ends, it removes the files that Mark created.
 
 A connection between hosts counts only if the other side proves that it knows the examination's token, because another
 program may accept connections too. Every wait has a deadline, and listeners end with the process.
@@ -85,7 +85,9 @@ def main() -> int:
     def begin(order: Begin) -> HostOffer:
         nonlocal deadline_s
         deadline_s = math.ceil(order.deadline_s)
+        # Set the folder and the variables of the user's command in this process.
         order.adopt()
+        # Add the versions of packages, and the GPUs.
         return gather_facts(facts)
 
     def answer_and_extend_deadline(work: Callable[[Any], Any], order: Any) -> Any:

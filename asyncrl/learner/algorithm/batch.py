@@ -133,7 +133,10 @@ class StepPlan:
     temperature: float
     """Divisor of the logits."""
     fresh: bool
-    """Whether the weights that the step starts from are the newest published ones: no step was trained since."""
+    """Whether the weights that the step starts from are the newest published ones: no step was trained since.
+
+    Only then do tokens of staleness 0 show how engine and learner differ (``policy/engine_kl``).
+    """
     metrics: dict[str, float]
     """Metrics of the KL penalties and of the supervised term; ``step_metrics`` gives those of the groups."""
     warm: bool = False
@@ -151,6 +154,7 @@ class StepPlan:
 
 
 Aggregation = Literal["token", "sequence", "constant"]
+"""Divisor of the loss (``step_denominator``): loss tokens, trajectories, or trajectories * max_tokens."""
 
 
 def token_weight(aggregation: Aggregation, loss_tokens: int) -> float:

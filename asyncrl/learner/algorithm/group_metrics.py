@@ -1,8 +1,9 @@
 """Metrics of a step that follow from its groups alone: rewards, staleness, lengths.
 
-Pure functions. ``reward/*`` and ``rollout/*`` count the groups that the step trains, and those filtered since the step
-before. A trained group may have waited in the buffer for several steps. ``reward/trained_mean`` and ``staleness/*``
-count trained groups only. A fraction or a mean that has nothing to count is missing from the result; it is never 0.
+Pure, except that ``observe_staleness`` fills histograms. ``reward/*`` and ``rollout/*`` count the groups that the step
+trains, and those filtered since the step before. A trained group may have waited in the buffer for several steps.
+``reward/trained_mean`` and ``staleness/*`` count trained groups only. A fraction or a mean that has nothing to count is
+missing from the result; it is never 0.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def reward_metrics(trained: Sequence[Group], filtered: Sequence[Group], toleranc
     """The metrics ``reward/*``.
 
     ``reward/all_zero_fraction``: groups whose rewards all are 0 within ``tolerance``. ``reward/all_max_fraction``:
-    groups whose rewards all equal the best one: 1, or the largest of this step if that is above 1.
+    groups whose rewards all equal the best one: 1, or the largest of this step if that is above 1. ``tolerance`` is
+    learner.signal_tolerance.
     """
     groups = [rewards_of(group) for group in (*trained, *filtered)]
     if not groups:

@@ -141,7 +141,11 @@ train.line("source/*/signal_fraction", "share", "share with a signal of the grou
 train.line("reward/component/*", "", "mean of a component that the reward function names")
 train.line("rollout/length_mean", "tokens", "mean length of the responses of the groups that reward/mean counts")
 train.line("rollout/length_p95", "tokens", "95th percentile of the lengths that rollout/length_mean averages")
-train.line("rollout/granted_length_mean", "tokens", "mean length of all responses delivered since the last step")
+train.line(
+    "rollout/granted_length_mean",
+    "tokens",
+    "mean length of all responses delivered since the last step, trained or not",
+)
 train.line("rollout/truncated_fraction", "share", "share of responses cut by a limit on tokens, turns or time")
 train.line("rollout/mixed_version_fraction", "share", "share of responses sampled under several versions")
 train.line("rollout/resumed_trajectories", "trajectories", "trajectories aborted and resumed")

@@ -94,7 +94,10 @@ def words_of(line: LogLine, uid: str) -> Iterator[GroupEvent]:
 
 
 def _asked(call: int, version: int, waited: float, cause: str, parent: int | None, tokens: int, new: int) -> str:
-    """Text on a call; ``cause`` is "fork:CAUSE" for a fork. ``parent`` is the turn before it; None for the first."""
+    """Text on a call; ``parent`` is the turn before it, None for the first.
+
+    ``cause`` is "root", "extend", or "fork:CAUSE" (rollouter/episode/conversation.py).
+    """
     why = "the first" if parent is None else f"continues turn {parent}"
     if cause.startswith("fork:"):
         why = f"forks: {group_log.FORKS.get(cause, cause)}"

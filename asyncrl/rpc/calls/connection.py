@@ -7,7 +7,8 @@ incarnations are ignored.
 
 The peer is *unreached* from the first attempt to connect, or the loss of the connection, to the next WELCOME. On some
 network paths only small packets get through: the WELCOME comes, and then the connection is lost. Such a connection does
-not end the time unreached. A connection is *proven* once any other message than the WELCOME has come over it.
+not end the time unreached. A connection is *proven* once a reply or an error has come over it, or it has been open for
+PROVEN_S.
 
 The subclass (peer.py) sends and receives the messages. Fails with OSError if no connection can be opened.
 """
