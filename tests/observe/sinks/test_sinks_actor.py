@@ -141,9 +141,10 @@ async def test_restarted_sinks_continue_and_write_all_lines_before_the_run_ends(
         address.unlink(missing_ok=True)
         cluster.feed(*(train(step) for step in range(2, 501)))
         await cluster.start(NAME)
-        # They begin with what is known of the run.
+        # They begin with what is known of the run, soon after the endpoint answers.
         await until(address.exists)
-        assert "asyncrl_run_step 1234.0" in await exposed(cluster.run_dir)
+        while "asyncrl_run_step 1234.0" not in await exposed(cluster.run_dir):
+            await asyncio.sleep(0.01)
         assert cluster.controller.counters["sinks/restarts"] == 1
         await cluster.end()
         assert cluster.controller.counters["sinks/dropped"] == 0
