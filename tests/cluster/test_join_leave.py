@@ -42,7 +42,7 @@ class Run(Trained):
 
 def test_i1_i6_i7_a_host_joins_serves_and_leaves_during_a_run(cluster, folder):
     """A refused command says why."""
-    run = Run(cluster, folder, 180, "--supervision.max_restarts=0")
+    run = Run(cluster, folder, 300, "--supervision.max_restarts=0")
     run.wait_to_show("step 2/")
     private = run.run_dir / "private"
     assert (private.stat().st_mode & 0o777, (private / "launcher-0.0.json").stat().st_mode & 0o777) == (0o700, 0o600)
