@@ -11,8 +11,8 @@ If a member dies, fails or does not pause in time, the broadcast ends for all. I
 the other members resume and are members of the next broadcast. If it has begun, it is broken: the replicas that have
 not committed get the version by shm or stream, and are members again once they have committed.
 
-After a broadcast that broke, versions are left out (not broadcast) before the next attempt: 0 after the first break in
-a row, then 1, 3, 7 and at most 15. The reason: an attempt pauses all members, in vain if no group can be formed.
+After breaks in a row, the next 0, 1, 3, 7 and at most 15 versions are not broadcast. The reason: an attempt pauses all
+members, in vain if no group can be formed.
 """
 
 from __future__ import annotations

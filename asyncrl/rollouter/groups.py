@@ -6,10 +6,10 @@ is "drop". The death of an engine does not count as an attempt. It is not seen h
 very prompt too often (core/death_counts.py). An error is never a reward. With ``reward.per = "trajectory"`` each
 trajectory is scored as soon as it is finished, else the whole group at once.
 
-Invariants: a trajectory fails only by its episode, the reward function, or its prompt, if engines have died of that too
-often or can never serve it. A call of a reward pool that is away or in trouble does not count as an attempt: it is
-repeated until a pool answers. There is always a pool, since the controller restarts its actor. Fails with RemoteError
-where the pool's actor can never serve the call, and with Refused where this rollouter counts as dead.
+Invariants: a trajectory fails only by its episode, the reward function or its prompt. It fails by its prompt if engines
+have died of that too often, or can never serve it. A call of a reward pool that is away or in trouble does not count as
+an attempt: it is repeated until a pool answers. There is always a pool, since the controller restarts its actor. Fails
+with RemoteError if the pool's actor can never serve the call, and with Refused if this rollouter counts as dead.
 """
 
 from __future__ import annotations

@@ -214,7 +214,7 @@ class FailureDetector:
         """Report a stall to the user, or its end if ``report`` is None. A report that ``ends_run`` ends the run."""
         self._controller.stalled = report.text if report is not None else ""
         self._publish_stuck()
-        # ``_stall`` keeps the first report of the stall, and is None once that is over.
+        # ``_stall`` keeps the first report of the stall until the stall is over.
         earlier, self._stall = self._stall, report and (self._stall or report)
         if report is None:
             if earlier is not None and self._run.phase == "running":

@@ -15,7 +15,7 @@
   is started again after a rest. The run fails if fewer than ``min_replicas`` rollouters or no reward pool are left. A
   preempted run does not, because it only needs the learner.
 
-Each change of the message has a new ``number``. A method that may change it returns whether it did, except
+Each change of the message has the next ``number``. A method that may change it returns whether it did, except
 ``stage_changed``. The caller passes the time (monotonic, s) and calls ``tick`` no later than ``next_deadline``.
 """
 
@@ -75,10 +75,8 @@ class RunStateMachine:
     drain: int = 0
     """Present drain rank; 0 before the run drains."""
     number: int = 0
-    """Revision of the state: each change has the next one."""
     matters: int = 0
-    """Revision of the newest change that matters to actors. During the start, changes of the actors that are not ready
-    do not: only the launcher shows them."""
+    """``number`` of the newest change for actors. During the start, changes of unready ones are for the launcher alone."""
     checkpoint: int = -1
     """Version of the newest complete checkpoint; -1 for none."""
     preempted_by: str = ""

@@ -71,8 +71,7 @@ MAX_STORED = 4 * CREDIT
 LONGEST_CALL_S = 7 * 86400.0
 """Longest time until the deadline of a call (s). The server ends calls with a later deadline after this time."""
 MOST_UNEXPECTED, UNEXPECTED_WINDOW_S = 64, 600.0
-"""Number of unexpected failures (handler exceptions that are no AsyncRLError) of a connection within so many seconds
-that are answered as retryable. Further ones are answered as final."""
+"""Unexpected failures of handlers on a connection, within so many seconds, that are retryable; later ones are final."""
 UNEXPECTED_MOMENT_S = 0.2
 """A failure within this time after the last one that counted does not count: all calls may fail together (s)."""
 LONGEST_ERROR = 16384
