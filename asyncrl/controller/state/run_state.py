@@ -76,7 +76,7 @@ class RunStateMachine:
     """Present drain rank; 0 before the run drains."""
     number: int = 0
     matters: int = 0
-    """``number`` of the newest change for actors. During the start, changes of unready ones are for the launcher alone."""
+    """``number`` of the newest change for actors. During the start, those of unready ones are for the launcher only."""
     checkpoint: int = -1
     """Version of the newest complete checkpoint; -1 for none."""
     preempted_by: str = ""
