@@ -123,6 +123,10 @@ def environment_of_module() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def only_new_objects_collected():
     """The garbage collector skips existing objects: collecting every import of a test session takes seconds."""
+    if gc.get_freeze_count():
+        # ``--quick`` keeps them so to its end.
+        yield
+        return
     gc.collect()
     gc.freeze()
     yield

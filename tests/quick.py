@@ -42,6 +42,9 @@ class Skips:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(self, collector: pytest.Collector):
+        # For its own text of a failure, pytest parses each file in the traceback.
+        describe = collector.repr_failure
+        collector.repr_failure = lambda excinfo: self._absent(excinfo) or describe(excinfo)
         report = yield
         call = getattr(report, "call", None)
         return self._skipped(report, call.excinfo if call else None, collector.path)
@@ -52,14 +55,20 @@ class Skips:
         return self._skipped(report, call.excinfo, item.path)
 
     def _skipped(self, report, excinfo, path):
-        error = excinfo.value if report.failed and excinfo else None
+        name = self._absent(excinfo) if report.failed and excinfo else None
+        if name:
+            report.outcome = "skipped"
+            report.longrepr = (str(path), 0, f"Skipped: it imports {name}")
+        return report
+
+    def _absent(self, excinfo: pytest.ExceptionInfo) -> str | None:
+        """The name of the module whose failed import caused the error, if it belongs to ``packages``."""
+        error = excinfo.value
         while error is not None:
             if isinstance(error, ImportError) and (error.name or "").partition(".")[0] in self._packages:
-                report.outcome = "skipped"
-                report.longrepr = (str(path), 0, f"Skipped: it imports {error.name}")
-                break
+                return error.name
             error = error.__cause__ or error.__context__
-        return report
+        return None
 
 
 class Quick(Skips):
@@ -86,6 +95,8 @@ class Quick(Skips):
         multiprocessing.process.BaseProcess.start = self._refuse  # type: ignore[assignment]
         os.fork = self._refuse  # type: ignore[assignment]
         os.posix_spawn = self._refuse  # type: ignore[assignment]
+        report = threading.excepthook
+        threading.excepthook = lambda args: None if args.exc_type is pytest.skip.Exception else report(args)
 
     def pytest_collection_finish(self) -> None:
         """Make collections of garbage quick: modules and tests stay to the end."""
@@ -112,6 +123,8 @@ class Quick(Skips):
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo):
+        if self._refused:
+            item.repr_failure = lambda excinfo: STARTS
         report = yield from super().pytest_runtest_makereport(item, call)
         if self._refused and report.failed:
             report.outcome = "skipped"
