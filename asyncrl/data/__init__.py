@@ -1,1 +1,1 @@
-"""Rows of data files, and the order in which prompts are drawn from them."""
+"""Files of a data set, their rows, and the order in which prompts are drawn from them."""

@@ -26,8 +26,16 @@ from asyncrl.config import Config
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.config.training import EvalConfig, PromptsConfig, SourceConfig, TrainingPromptsConfig
 from asyncrl.core.errors import ChatRefused, ConfigError, DataError
-from asyncrl.data.files import find_files
-from asyncrl.data.rows import EpochOrder, GrowingFile, RawRow, column_names, column_of, has_column, read_json_rows
+from asyncrl.data.rows import (
+    EpochOrder,
+    GrowingFile,
+    RawRow,
+    column_names,
+    column_of,
+    find_files,
+    has_column,
+    read_json_rows,
+)
 from asyncrl.dataloader.evals import EvalPrompt
 from asyncrl.dataloader.lease_book import PromptLease
 from asyncrl.dataloader.left_out import LISTED_PROBLEMS, MEND, BadRow, LeftOut, bad_rows, nothing_usable

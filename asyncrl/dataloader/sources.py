@@ -12,8 +12,7 @@ from typing import Any
 
 from asyncrl.config.training import PromptsConfig
 from asyncrl.core.errors import DataError
-from asyncrl.data.files import no_such
-from asyncrl.data.rows import RawRow, column_of
+from asyncrl.data.rows import RawRow, column_of, no_such
 from asyncrl.text.chat.chat_messages import without_nulls
 
 BATCH_ROWS = 1024

@@ -29,7 +29,7 @@ from asyncrl.core.disk import in_bytes
 from asyncrl.core.errors import ConfigError, DataError, HubRefused
 from asyncrl.core.printable import name_some
 from asyncrl.core.roles import ROLES, role_of
-from asyncrl.data.files import Kind, download_command, of_split
+from asyncrl.data.rows import Kind, download_command, of_split
 from asyncrl.launcher.checks.findings import Fetched, FetchOrder, Finding, Pin, errors_of, fail, ok
 from asyncrl.launcher.checks.needs import count
 from asyncrl.launcher.checks.process import NoAnswer, call

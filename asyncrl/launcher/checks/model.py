@@ -23,7 +23,7 @@ from asyncrl.core.model_files import (
     text_config,
 )
 from asyncrl.core.printable import name_some
-from asyncrl.data.files import fetch_advice
+from asyncrl.data.rows import fetch_advice
 from asyncrl.launcher.checks.findings import Finding, fail, ok
 from asyncrl.launcher.checks.needs import ModelSize
 from asyncrl.launcher.checks.weights import check_form, check_tensors, weight_files

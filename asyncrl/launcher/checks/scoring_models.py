@@ -21,7 +21,7 @@ from asyncrl.config import Config
 from asyncrl.config.training import LearnerConfig
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.model_files import read_settings, text_config
-from asyncrl.data.files import fetch_advice
+from asyncrl.data.rows import fetch_advice
 from asyncrl.launcher.checks.findings import Finding, fail, ok, warn
 from asyncrl.launcher.checks.model import check_model
 from asyncrl.learner.groups.teacher import TeacherClient, TeacherFailed
