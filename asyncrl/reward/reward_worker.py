@@ -2,7 +2,7 @@
 
 The worker runs the reward function on one task at a time, in its main thread (some functions use signals). The pool
 sends RewardSetup and the worker Ready (workers/user_code.py). Then the worker answers each Score with one Result, in
-order; frames (workers/frames.py) hold MessagePack. With RUN_DIR, the folder of the run, the worker isolates itself
+order; frames (workers/worker.py) hold MessagePack. With RUN_DIR, the folder of the run, the worker isolates itself
 (workers/isolation.py).
 
 Invariant: exceptions become the error of a Result, and output goes to the pool's log. If the function ends the process,
@@ -26,7 +26,6 @@ import msgspec
 from asyncrl.messages.reward import BadOutcome, Outcome, Score, read_outcome, read_outcomes
 from asyncrl.reward.functions import BUILT_IN, JUDGES
 from asyncrl.rpc.wire.codec import encodable
-from asyncrl.workers.frames import framed, frames
 from asyncrl.workers.memory import MemoryLimit
 from asyncrl.workers.user_code import (
     Keys,
@@ -39,7 +38,7 @@ from asyncrl.workers.user_code import (
     kind_of,
     load,
 )
-from asyncrl.workers.worker import NO_MEMORY_EXIT, NO_SOCKET_EXIT, begin, end
+from asyncrl.workers.worker import NO_MEMORY_EXIT, NO_SOCKET_EXIT, begin, end, framed, frames
 
 MAX_RESULT_BYTES = 1 << 20
 MAX_TASK_BYTES = 1 << 30

@@ -30,8 +30,7 @@ from typing import Any
 
 from asyncrl.rpc.linux import become_subreaper, die_with_parent, end_children
 from asyncrl.workers import isolation
-from asyncrl.workers.frames import READ_BYTES, FrameReader, framed
-from asyncrl.workers.worker import IGNORED
+from asyncrl.workers.worker import IGNORED, READ_BYTES, FrameReader, framed
 
 MOST_SETUP_BYTES = 1 << 30
 LINE_BYTES = 1 << 16

@@ -1,4 +1,4 @@
-"""One worker process, as its actor sees it: starts it, exchanges frames (frames.py), reads its output, ends it.
+"""One worker process, as its actor sees it: starts it, exchanges frames (worker.py), reads its output, ends it.
 
 Works by callbacks of the event loop. Invariant: ``on_end`` is called exactly once for each started process, after it
 was reaped, and is the last callback. Create it in a thread that outlives the process: Linux ends a child with the
@@ -24,9 +24,8 @@ import psutil
 from asyncrl.rpc.linux import children_of, kill_child, kill_group, session_members
 from asyncrl.workers import warden
 from asyncrl.workers.confinement import Confinement
-from asyncrl.workers.frames import READ_BYTES, FrameReader, framed
 from asyncrl.workers.isolation import NOT_ISOLATED_EXIT
-from asyncrl.workers.worker import NO_MEMORY_EXIT, NO_SOCKET_EXIT
+from asyncrl.workers.worker import NO_MEMORY_EXIT, NO_SOCKET_EXIT, READ_BYTES, FrameReader, framed
 
 REAP_INTERVAL_S = 0.005
 REAP_GRACE_S = 1.0

@@ -1,8 +1,12 @@
-"""A worker process from the inside: its start, its signals and its end. Standard library only (keeper.py).
+"""A worker process from the inside: its start, its frames, its signals and its end. Standard library only (keeper.py).
 
 Invariant: only its actor, the user's code or the kernel ends a worker, and a worker ends with its actor. It ignores
 signals that are sent to the whole job. Programs that the user's code starts are descendants of the worker, so they end
 with it.
+
+Actor and worker exchange frames. A frame is a length (4 bytes, little-endian) and a body, usually MessagePack. Neither
+side unpickles anything. Invariant: frames arrive whole and in order. Invalid bytes raise ValueError, as msgspec's
+decoders do.
 """
 
 from __future__ import annotations
@@ -11,8 +15,9 @@ import contextlib
 import os
 import signal
 import socket
+import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from asyncrl.rpc.linux import become_subreaper, die_with_parent
@@ -24,6 +29,8 @@ NO_SOCKET_EXIT = 121
 """Exit code of a worker whose socket the user's code has closed."""
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals for the whole job, on which the actor decides. Handlers, unlike SIG_IGN, are not passed on to programs."""
+READ_BYTES = 1 << 16
+_LENGTH = struct.Struct("<I")
 
 
 def end(code: int) -> NoReturn:
@@ -77,3 +84,37 @@ def _set_title(title: str) -> None:
     import setproctitle
 
     setproctitle.setproctitle(title)
+
+
+class FrameReader:
+    """Cuts a byte stream into frames. Raises ValueError for one longer than ``limit`` bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._pending = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes | bytearray]:
+        """Yield the bodies of the frames that ``data`` completes."""
+        self._pending += data
+        while len(self._pending) >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(self._pending)
+            if size > self._limit:
+                raise ValueError(f"a frame of {size} bytes, {self._limit} are allowed")
+            end = _LENGTH.size + size
+            if len(self._pending) < end:
+                return
+            body = self._pending[_LENGTH.size : end]
+            del self._pending[:end]
+            yield body
+
+
+def framed(*bodies: bytes) -> bytes:
+    """Makes a frame of each of ``bodies``, and joins them."""
+    return b"".join(part for body in bodies for part in (_LENGTH.pack(len(body)), body))
+
+
+def frames(connection: socket.socket, limit: int) -> Iterator[bytes | bytearray]:
+    """Yield the bodies that arrive, each of at most ``limit`` bytes, until the actor closes the socket."""
+    reader = FrameReader(limit)
+    while data := connection.recv(READ_BYTES):
+        yield from reader.feed(data)

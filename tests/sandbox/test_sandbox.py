@@ -18,7 +18,7 @@ import pytest
 
 from asyncrl import sandbox
 from asyncrl.sandbox import SandboxError, SandboxRequest, SandboxResult
-from asyncrl.workers.frames import FrameReader, framed
+from asyncrl.workers.worker import FrameReader, framed
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -13,8 +13,8 @@ from typing import IO, Any
 import psutil
 import pytest
 
-from asyncrl.workers.frames import FrameReader, framed
 from asyncrl.workers.keeper import LINE_BYTES, OutputLines
+from asyncrl.workers.worker import FrameReader, framed
 from tools.waiting import wait_until
 
 

@@ -31,9 +31,8 @@ from asyncrl.episodes.playing.client import Client, Task
 from asyncrl.episodes.playing.players import Player, resolve
 from asyncrl.messages.episodes import Chat, ChatReply
 from asyncrl.messages.reward import BadOutcome, read_outcome
-from asyncrl.workers.frames import READ_BYTES, FrameReader, framed
 from asyncrl.workers.user_code import NotCallable, Ready, describe, find_place, kind_of
-from asyncrl.workers.worker import NO_SOCKET_EXIT, begin, end
+from asyncrl.workers.worker import NO_SOCKET_EXIT, READ_BYTES, FrameReader, begin, end, framed
 
 STOPPED = "it was stopped"
 LINES_BYTES = 8192

@@ -18,7 +18,7 @@ from asyncrl.episodes.playing import episode_frames as frames
 from asyncrl.episodes.playing.episode_worker import STOPPED, EpisodePrinter, EpisodeWorker
 from asyncrl.messages.episodes import EpisodeDone
 from asyncrl.workers.confinement import why_not
-from asyncrl.workers.frames import FrameReader
+from asyncrl.workers.worker import FrameReader
 
 
 def play(**episode):

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.workers.frames import FrameReader, framed
+from asyncrl.workers.worker import FrameReader, framed
 
 
 @given(st.lists(st.binary(max_size=50), max_size=6), st.data())
