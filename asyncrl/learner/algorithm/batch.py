@@ -100,7 +100,7 @@ class OptimizerUpdatePlan:
     ranks: list[list[MicroBatch]]
     """Micro-batches of the policy's loss: [row groups][micro-batches].
 
-    A row group is a rank, or the ranks that share rows (fsdp/model/row_group.py).
+    A row group is a rank, or the ranks that share rows (fsdp/model/packed_row.py).
     """
     denominator: float
     """Denominator of the sum of weighted token losses over the whole update."""

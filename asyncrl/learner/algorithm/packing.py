@@ -16,7 +16,7 @@ those before each, do not depend on other sequences of its row. A filler is a ro
 Ranks meet in every layer, so a micro-batch takes as long as its slowest rank: rows of similar cost run side by side. A
 family stays in one row, unless it does not fit, or the ranks would wait longer than its prefix takes in several rows.
 
-In this module a rank is a row group: one rank of the learner, or several that share rows (fsdp/model/row_group.py).
+In this module a rank is a row group: one rank of the learner, or several that share rows (fsdp/model/packed_row.py).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ If rewards need the reference, ``refer`` scores with it before the step is plann
 
 Invariants: the gradient does not depend on how the batch was cut. The denominator is that of the whole update, over all
 ranks. Each local loss is multiplied by the world size, since FSDP takes the mean of gradients. Ranks that share a row
-compute the loss of the whole row, and each has a part of its gradient (row_group.py). From the sums every rank
+compute the loss of the whole row, and each has a part of its gradient (packed_row.py). From the sums every rank
 computes the same loss, gradient norm and metrics, and so takes or refuses the same update. An update is refused if a
 loss or the gradient norm is not finite. A refused update changes nothing, and the step ends; earlier updates stay.
 
@@ -33,8 +33,8 @@ from asyncrl.learner.algorithm.token_scores import recorded_targets
 from asyncrl.learner.algorithm.token_sums import TokenSums, token_sums
 from asyncrl.learner.fsdp.model.lora import WithoutAdapters
 from asyncrl.learner.fsdp.model.optimizers import Optimizer
-from asyncrl.learner.fsdp.model.policy import PackedRow, Policy, local, make_row
-from asyncrl.learner.fsdp.model.row_sets import make_row_sets
+from asyncrl.learner.fsdp.model.packed_row import PackedRow, make_row_sets
+from asyncrl.learner.fsdp.model.policy import Policy, local, make_row
 from asyncrl.learner.fsdp.ranks.ranks import OptimizerUpdateShape, Ranks, TermShape
 
 SUPERVISED_LOSS = "supervised loss"

@@ -22,7 +22,8 @@ from asyncrl.learner.algorithm.scoring import build_scoring
 from asyncrl.learner.algorithm.user_functions import find_advantage
 from asyncrl.learner.fsdp import trainer as trainer_module
 from asyncrl.learner.fsdp.model.attention import Pieces, connect, packed_attention
-from asyncrl.learner.fsdp.model.policy import PackedRow, Policy, make_row
+from asyncrl.learner.fsdp.model.packed_row import PackedRow
+from asyncrl.learner.fsdp.model.policy import Policy, make_row
 from asyncrl.learner.fsdp.startup.loading import load_policy
 from asyncrl.learner.fsdp.startup.startup_check import LENGTHS
 from asyncrl.learner.loop.step_planner import plan_step

@@ -33,9 +33,9 @@ from asyncrl.config.algorithm import LoraConfig, SftConfig
 from asyncrl.learner.algorithm.batch import StepPlan
 from asyncrl.learner.algorithm.scoring import build_scoring
 from asyncrl.learner.algorithm.supervised_steps import SupervisedSteps
-from asyncrl.learner.fsdp.model import attention, row_group
-from asyncrl.learner.fsdp.model.policy import PackedRow, Policy
-from asyncrl.learner.fsdp.model.row_group import RowGroup
+from asyncrl.learner.fsdp.model import attention, packed_row
+from asyncrl.learner.fsdp.model.packed_row import PackedRow, RowGroup
+from asyncrl.learner.fsdp.model.policy import Policy
 from asyncrl.learner.fsdp.startup.startup_check import LENGTHS, sharing_problem
 from asyncrl.learner.fsdp.trainer import compile_seconds
 from asyncrl.text.sft.conversations import Conversations, TokenizedRow
@@ -267,7 +267,7 @@ def test_a_model_with_too_few_heads_is_refused_on_all_ranks(folder, run) -> None
 
 def _play_wrong(rank: int, addresses: Any, config: Config, least: int) -> Any:
     """In rows of at least so many tokens each rank gives all tokens position 0."""
-    right: Callable[..., tuple[PackedRow, Any, int]] = row_group.own_slice
+    right: Callable[..., tuple[PackedRow, Any, int]] = packed_row.own_slice
 
     def wrong(row: PackedRow, group: RowGroup) -> tuple[PackedRow, Any, int]:
         own, *rest = right(row, group)

@@ -14,7 +14,7 @@ its forward. It passes them to every attention layer. VARLEN also needs ``cu_seq
 ``max_seqlen``. ``key_index`` copies the keys and values of a shared beginning for each of its sequences, so they
 collect the gradients of all.
 
-If ranks share a row (row_group.py), both implementations are wrapped: they get all tokens and some of the heads.
+If ranks share a row (packed_row.py), both implementations are wrapped: they get all tokens and some of the heads.
 
 PACKED reads the lengths from tensors, outside the graphs of torch.compile. As numbers they would be guards, and each
 count of sequences would need another graph. VARLEN reads no values of a tensor, so a compiled layer stays one graph for
@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import varlen
 
-from asyncrl.learner.fsdp.model.row_group import sharing_heads
+from asyncrl.learner.fsdp.model.packed_row import sharing_heads
 
 PACKED, VARLEN = "asyncrl_packed", "asyncrl_varlen"
 """Values of transformers' ``attn_implementation``."""

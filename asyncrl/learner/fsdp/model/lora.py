@@ -24,7 +24,8 @@ from torch.nn import functional as F
 
 from asyncrl.config.algorithm import LoraConfig
 from asyncrl.core.errors import ConfigError
-from asyncrl.learner.fsdp.model.policy import PackedRow, Policy
+from asyncrl.learner.fsdp.model.packed_row import PackedRow
+from asyncrl.learner.fsdp.model.policy import Policy
 
 A, B = "lora_A", "lora_B"
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -32,9 +31,8 @@ from torch.nn import functional as F
 from asyncrl.gpu.learner_memory import CHUNK_BYTES
 from asyncrl.learner.fsdp.model import attention
 from asyncrl.learner.fsdp.model.attention import connect
+from asyncrl.learner.fsdp.model.packed_row import PackedRow, RowGroup, RowSets, gather, own_slice, own_tokens
 from asyncrl.learner.fsdp.model.recurrence import separate
-from asyncrl.learner.fsdp.model.row_group import RowGroup, gather, own_slice, own_tokens
-from asyncrl.learner.fsdp.model.row_sets import RowSets
 from asyncrl.weights.routers import Routers
 
 _LOG = logging.getLogger(__name__)
@@ -43,34 +41,6 @@ OUTSIDE = -1e30
 Attention = Literal["varlen", "packed", "loaded", "plain"]
 """Attention implementations: VARLEN and PACKED of attention.py, the one that transformers chose at loading, and plain
 matrix products, which support everything that a model asks for."""
-
-
-@dataclass(frozen=True, slots=True)
-class PackedRow:
-    """A packed row on its device."""
-
-    input_ids: Tensor
-    """Token ids: int64 [1, T]."""
-    position_ids: Tensor
-    """Positions: int64 [1, T], from 0 in each sequence; a piece with a prefix continues those of the prefix."""
-    lengths: tuple[int, ...]
-    """Lengths of the pieces; they sum to T."""
-    key_lengths: tuple[int, ...]
-    """Number of tokens that each piece attends to: its prefix and itself; sums to K."""
-    cu_seqlens: Tensor
-    """Beginnings of the pieces, and T: int32 [pieces + 1]."""
-    cu_seqlens_k: Tensor
-    """Beginnings of the tokens that each piece attends to, and K: int32 [pieces + 1]."""
-    key_index: Tensor | None
-    """Indices in the row of the tokens that each piece attends to: int64 [K]; None if no piece has a prefix."""
-    predict: Tensor
-    """Positions whose next token is scored: int64 [N]."""
-    targets: Tensor
-    """The token after each position in ``predict``: int64 [N]."""
-    sets: RowSets | None = None
-    """Sets from which the targets were sampled; None if all were sampled from the whole vocabulary."""
-    routes: Tensor | None = None
-    """Routes of the tokens (messages/routes.py): [T, layers, chosen]; None if the routers choose for themselves."""
 
 
 Further = Callable[[Tensor, Callable[[Tensor], Tensor]], tuple[Tensor, ...]]

@@ -6,7 +6,7 @@ collectives that it announces, and holds everything that a rank needs to take pa
 collective runs between two commands, so the collective timeout does not limit the wait for the next one. A command that
 cannot be decoded ends the rank, since all ranks run one release.
 
-With learner.context_parallel several consecutive ranks get the same micro-batches (model/row_group.py).
+With learner.context_parallel several consecutive ranks get the same micro-batches (model/packed_row.py).
 
 Micro-batches travel as buffers of bytes over gloo, which the process group has with and without CUDA.
 
@@ -36,7 +36,7 @@ from asyncrl.core.errors import ActorFailed, DeadlineExceeded
 from asyncrl.learner.algorithm.batch import OptimizerUpdatePlan, StepPlan
 from asyncrl.learner.algorithm.packing import MicroBatch
 from asyncrl.learner.algorithm.probe_sequences import ProbeSequence
-from asyncrl.learner.fsdp.model.row_group import join_row_group
+from asyncrl.learner.fsdp.model.packed_row import join_row_group
 from asyncrl.learner.fsdp.ranks.hang_watch import HangWatch, in_words
 
 NCCL_AFTER_S = 60.0

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from asyncrl.learner.fsdp.model.policy import PackedRow, Policy
+from asyncrl.learner.fsdp.model.packed_row import PackedRow
+from asyncrl.learner.fsdp.model.policy import Policy
 
 MARGIN = 8.0
 """Factor from the measured rounding to the bound."""

@@ -32,7 +32,8 @@ from asyncrl.config import Config
 from asyncrl.core.errors import ConfigError
 from asyncrl.learner.fsdp.model import attention
 from asyncrl.learner.fsdp.model.attention_kernels import choose_kernel
-from asyncrl.learner.fsdp.model.policy import Attention, PackedRow, Policy
+from asyncrl.learner.fsdp.model.packed_row import PackedRow
+from asyncrl.learner.fsdp.model.policy import Attention, Policy
 from asyncrl.learner.fsdp.ranks.ranks import Ranks
 from asyncrl.learner.fsdp.startup.rounding import Distance, distance, measure_rounding, score_rows
 from asyncrl.learner.fsdp.startup.startup_check import (

@@ -34,7 +34,8 @@ from asyncrl.config.training import LearnerConfig
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.numbers import exact
 from asyncrl.learner.algorithm.packing import find_shared_prefixes, lay_out
-from asyncrl.learner.fsdp.model.policy import Attention, PackedRow, Policy, make_row
+from asyncrl.learner.fsdp.model.packed_row import PackedRow
+from asyncrl.learner.fsdp.model.policy import Attention, Policy, make_row
 from asyncrl.learner.fsdp.model.recurrence import recurrent_modules
 from asyncrl.learner.fsdp.startup.rounding import Distance, distance, measure_rounding, score_rows
 from asyncrl.messages.routes import Experts

@@ -22,9 +22,9 @@ from learner.rank_pool import run_alone
 
 from asyncrl.config.training import LearnerConfig, ModelConfig
 from asyncrl.learner.fsdp import trainer
-from asyncrl.learner.fsdp.model import row_group
-from asyncrl.learner.fsdp.model.policy import Attention, PackedRow, Policy, make_row
-from asyncrl.learner.fsdp.model.row_group import RowGroup
+from asyncrl.learner.fsdp.model import packed_row
+from asyncrl.learner.fsdp.model.packed_row import PackedRow, RowGroup
+from asyncrl.learner.fsdp.model.policy import Attention, Policy, make_row
 from asyncrl.learner.fsdp.startup.loading import load_policy
 from asyncrl.learner.fsdp.startup.sharding import wrap_forward
 
@@ -155,7 +155,7 @@ def test_a_layer_whose_row_is_shared_is_compiled_whole(kernel, tmp_path: Path, m
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         compiled.row_group = RowGroup(1, 0, dist.group.WORLD.group_name)
-        monkeypatch.setitem(row_group._GROUPS, compiled.row_group.name, dist.group.WORLD)
+        monkeypatch.setitem(packed_row._GROUPS, compiled.row_group.name, dist.group.WORLD)
         found, _ = _gradients(compiled, row)
     finally:
         dist.destroy_process_group()

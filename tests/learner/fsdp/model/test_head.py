@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from asyncrl.learner.fsdp.model import policy
+from asyncrl.learner.fsdp.model.packed_row import RowSets, make_row_sets
 from asyncrl.learner.fsdp.model.policy import score_hidden, score_logits
-from asyncrl.learner.fsdp.model.row_sets import RowSets, make_row_sets
 
 VOCABULARY, WIDTH, COUNT = 64, 16, 50
 

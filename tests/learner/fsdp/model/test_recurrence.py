@@ -12,7 +12,8 @@ from model_matrix import HYBRIDS, VOCABULARY, make_family
 
 from asyncrl.config.training import LearnerConfig
 from asyncrl.learner.fsdp.model import attention, policy, recurrence
-from asyncrl.learner.fsdp.model.policy import PackedRow, Policy, make_row
+from asyncrl.learner.fsdp.model.packed_row import PackedRow
+from asyncrl.learner.fsdp.model.policy import Policy, make_row
 from asyncrl.learner.fsdp.startup.sharding import wrap_forward
 from asyncrl.learner.fsdp.startup.startup_check import Scoring, choose_scoring
 

@@ -19,7 +19,8 @@ from model_matrix import make_family
 from asyncrl.config.training import LearnerConfig
 from asyncrl.core.errors import ConfigError
 from asyncrl.learner.fsdp.model import attention, attention_kernels
-from asyncrl.learner.fsdp.model.policy import PackedRow, Policy
+from asyncrl.learner.fsdp.model.packed_row import PackedRow
+from asyncrl.learner.fsdp.model.policy import Policy
 from asyncrl.learner.fsdp.startup import sharded_check
 from asyncrl.learner.fsdp.startup.sharded_check import (
     FLOPS,

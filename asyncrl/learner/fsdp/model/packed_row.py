@@ -1,8 +1,12 @@
-"""Context parallelism: ranks that share each packed row (Ulysses, arXiv 2309.14509).
+"""A packed row on its device, its token sets, and context parallelism: ranks that share each row.
 
-The ranks of a row group get the same row. Outside of attention each of them computes an equal slice of the row's
-tokens. Inside, an exchange gives each rank all tokens, for its share of the heads, and a second one gives the slices
-back. At the end ``gather`` gives every rank the scores of the whole row, so all compute the same loss.
+The token sets (messages/token_sets.py) mask the logits of the head. A chunk of positions gets a mask of that chunk
+alone, so scoring in chunks needs no mask of the whole row.
+
+Context parallelism is Ulysses (arXiv 2309.14509). The ranks of a row group get the same row. Outside of attention each
+of them computes an equal slice of the row's tokens. Inside, an exchange gives each rank all tokens, for its share of
+the heads, and a second one gives the slices back. At the end ``gather`` gives every rank the scores of the whole row,
+so all compute the same loss.
 
     tokens      a row is padded to a multiple of the group's size, by a piece of its own that nothing scores
     heads       keys and values are repeated if there are fewer heads of them than ranks, or the numbers do not divide
@@ -17,21 +21,96 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-if TYPE_CHECKING:
-    from asyncrl.learner.fsdp.model.policy import PackedRow
-
 _GROUPS: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
 """Process groups by name, until they are destroyed. torch.compile takes a name for a constant."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowSets:
+    """The set of each of N scored positions; M members in all. A position without members has the whole vocabulary."""
+
+    ids: Tensor
+    """Members: int64 [M], one set after the other."""
+    positions: Tensor
+    """The scored position of each member: int64 [M], ascending."""
+    whole: Tensor
+    """Whether a position has no members: bool [N]."""
+    starts: np.ndarray
+    """Index of each position's first member, and M: int64 [N + 1], on the host."""
+
+    def outside(self, chunk: slice, vocabulary: int) -> Tensor:
+        """Return the mask of the tokens outside of the sets: bool [positions of the chunk, vocabulary]."""
+        whole = self.whole[chunk]
+        first, last = self.starts[[chunk.start, chunk.start + len(whole)]].tolist()
+        mask = (~whole)[:, None].repeat(1, vocabulary)
+        mask[self.positions[first:last] - chunk.start, self.ids[first:last]] = False
+        return mask
+
+    def at(self, places: Tensor) -> RowSets:
+        """Return the sets of these scored positions alone, ascending indices, int64 [n]."""
+        kept = torch.isin(self.positions, places)
+        sizes = np.diff(self.starts)[places.cpu().numpy()]
+        return RowSets(
+            ids=self.ids[kept],
+            positions=torch.searchsorted(places, self.positions[kept]),
+            whole=self.whole[places],
+            starts=np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]),
+        )
+
+
+def make_row_sets(ids: np.ndarray, sizes: np.ndarray, device: torch.device) -> RowSets | None:
+    """Put the sets of a MicroBatch on ``device``; None if it has no sets."""
+    if not len(ids):
+        return None
+
+    def put(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(device)
+
+    return RowSets(
+        ids=put(ids.astype(np.int64)),
+        positions=put(np.repeat(np.arange(len(sizes)), sizes)),
+        whole=put(sizes == 0),
+        starts=np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)]),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRow:
+    """A packed row on its device."""
+
+    input_ids: Tensor
+    """Token ids: int64 [1, T]."""
+    position_ids: Tensor
+    """Positions: int64 [1, T], from 0 in each sequence; a piece with a prefix continues those of the prefix."""
+    lengths: tuple[int, ...]
+    """Lengths of the pieces; they sum to T."""
+    key_lengths: tuple[int, ...]
+    """Number of tokens that each piece attends to: its prefix and itself; sums to K."""
+    cu_seqlens: Tensor
+    """Beginnings of the pieces, and T: int32 [pieces + 1]."""
+    cu_seqlens_k: Tensor
+    """Beginnings of the tokens that each piece attends to, and K: int32 [pieces + 1]."""
+    key_index: Tensor | None
+    """Indices in the row of the tokens that each piece attends to: int64 [K]; None if no piece has a prefix."""
+    predict: Tensor
+    """Positions whose next token is scored: int64 [N]."""
+    targets: Tensor
+    """The token after each position in ``predict``: int64 [N]."""
+    sets: RowSets | None = None
+    """Sets from which the targets were sampled; None if all were sampled from the whole vocabulary."""
+    routes: Tensor | None = None
+    """Routes of the tokens (messages/routes.py): [T, layers, chosen]; None if the routers choose for themselves."""
 
 
 class RowGroup(NamedTuple):
