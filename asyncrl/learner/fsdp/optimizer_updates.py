@@ -27,10 +27,9 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.training import LearnerConfig
-from asyncrl.learner.algorithm.losses import Objective, TokenBatch, supervised
+from asyncrl.learner.algorithm.losses import Objective, TokenBatch, TokenSums, supervised, token_sums
 from asyncrl.learner.algorithm.packing import MicroBatch
 from asyncrl.learner.algorithm.token_scores import recorded_targets
-from asyncrl.learner.algorithm.token_sums import TokenSums, token_sums
 from asyncrl.learner.fsdp.model.lora import WithoutAdapters
 from asyncrl.learner.fsdp.model.optimizers import Optimizer
 from asyncrl.learner.fsdp.model.packed_row import PackedRow, make_row_sets

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from asyncrl.config.algorithm import CorrectionConfig, RejectConfig
 from asyncrl.config.training import LearnerConfig
 from asyncrl.core.errors import ConfigError
-from asyncrl.learner.algorithm.losses import BUILT_IN, TokenBatch, correction, kl_losses
-from asyncrl.learner.algorithm.token_sums import TokenSums, token_sums
+from asyncrl.learner.algorithm.losses import BUILT_IN, TokenBatch, TokenSums, correction, kl_losses, token_sums
 from asyncrl.learner.algorithm.user_functions import find_loss, make_objective
 
 CAP = 1.3
