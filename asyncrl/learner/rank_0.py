@@ -37,8 +37,7 @@ from asyncrl.learner.loop.training import Training
 from asyncrl.learner.metrics.group_records import GroupRecords
 from asyncrl.learner.metrics.record_files import RecordFiles
 from asyncrl.learner.metrics.step_lines import StepLines
-from asyncrl.learner.publishing.version_numbers import FILE, VersionNumbers, find_used
-from asyncrl.learner.publishing.versions import Versions
+from asyncrl.learner.publishing.versions import MARK_FILE, VersionNumbers, Versions, find_used
 from asyncrl.messages import Request
 from asyncrl.messages.actors import RunFinished
 from asyncrl.messages.monitor import MetricsLine
@@ -84,7 +83,7 @@ class Rank0:
         start = await self._on_thread(numbers.begin)
         if numbers.problem:
             above = f"new versions are above {numbers.version}, the highest in checkpoints and metrics"
-            actor.notify("version mark", f"{self._run_dir / FILE} {numbers.problem}; {above}")
+            actor.notify("version mark", f"{self._run_dir / MARK_FILE} {numbers.problem}; {above}")
         await self._meet()
         files = await asyncio.to_thread(RecordFiles, self._run_dir, start)
         self._writer = CheckpointWriter(

@@ -12,7 +12,7 @@ import pytest
 from run_settings import launched_run
 
 from asyncrl.checkpoint.folder import COMPLETE, CheckpointFolder
-from asyncrl.learner.publishing.version_numbers import FILE
+from asyncrl.learner.publishing.versions import MARK_FILE
 from tools.chaos.audit import Expected, audit
 from tools.live_run import ROOT, LiveRun
 
@@ -59,17 +59,17 @@ def resumption(run):
 @pytest.mark.slow
 def test_i1_without_the_mark_of_versions_no_number_is_used_twice(killed):
     newest, *_ = checkpoints(killed)
-    (killed.run_dir / FILE).unlink()
+    (killed.run_dir / MARK_FILE).unlink()
     killed.resume()
     is_exact(killed)
-    assert f"{killed.run_dir / FILE} is not there; new versions are above " in killed.output
+    assert f"{killed.run_dir / MARK_FILE} is not there; new versions are above " in killed.output
     assert f": {newest}" in resumption(killed)
 
 
 @pytest.mark.slow
 def test_i1_checkpoints_without_their_mark_are_skipped_and_without_any_other_nothing_starts(killed):
     """The mark of versions is lost as well. Apart from metrics.jsonl, only the newest checkpoint holds the highest."""
-    (killed.run_dir / FILE).unlink()
+    (killed.run_dir / MARK_FILE).unlink()
     newest, older, *_ = kept = {path: (path / COMPLETE).read_bytes() for path in checkpoints(killed)}
     for path in kept:
         (path / COMPLETE).unlink()
@@ -91,7 +91,7 @@ def test_i1_checkpoints_without_their_mark_are_skipped_and_without_any_other_not
     killed.resume()
     is_exact(killed)
     shown = killed.output
-    assert f"{killed.run_dir / FILE} is not there; new versions are above " in shown
+    assert f"{killed.run_dir / MARK_FILE} is not there; new versions are above " in shown
     assert f": {older}" in resumption(killed)
     assert f"checkpoint {newest.name} is damaged: {newest}" in shown and f"it holds no {COMPLETE}" in shown
     assert f"continues from the newest whole one, {older.name} of step" in shown

@@ -13,7 +13,7 @@ from asyncrl.core.errors import ActorFailed, DeadlineExceeded
 from asyncrl.learner.backends import sim as sim_learner
 from asyncrl.learner.backends.sim import SimTrainer
 from asyncrl.learner.publishing import versions
-from asyncrl.learner.publishing.version_numbers import VersionNumbers
+from asyncrl.learner.publishing.versions import VersionNumbers
 from asyncrl.rollouter.serving.engine_manager import EngineManager
 from asyncrl.weights.segments import Segment
 

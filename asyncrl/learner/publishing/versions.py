@@ -1,9 +1,15 @@
-"""The versions of the weights: when they are due, and each from its number to the publisher.
+"""The versions of the weights: their numbers, when they are due, and the way of each to the publisher.
 
 A version is due after each ``learner.steps_per_version`` steps. It gets a number, a probe and a copy of the shards. Its
 assembly gathers the copies of all ranks into sealed segments. ``publish`` waits until the version before is assembled
 and rank 0 has copied its own shards, but for no other actor. A task waits for the assembly during the training, and
-gives the version to the publisher. A number is used up even if its version fails.
+gives the version to the publisher.
+
+A number names one set of weights everywhere: in leases, cache salts, engine labels and segments. So it is durable
+before any other process hears of it. No number is given twice, not even if the learner dies in between or starts again
+in the same folder. A number is used up even if its version fails. The highest numbers are in a file, the mark. It may
+get lost, come from a backup, or be damaged. So it is never trusted alone: other durable files hold version numbers too
+(``find_used``), and new numbers are above all of them.
 
 A version that cannot be begun or assembled, for example on a full disk, is reported and becomes overdue: it is tried
 again. A version whose bytes have changed becomes overdue too. Training continues with the groups that the last version
@@ -11,7 +17,7 @@ admits. The run ends only when no group is left to train and no version could be
 ``checkpoint.room_wait_s``. The version at the start is tried once.
 
 Fails with ActorFailed when no version can be published for too long. Any other error than an OSError of the system
-leaves the ranks out of step, and is raised.
+leaves the ranks out of step, and is raised. Fails with ConfigError naming the mark if it exists and cannot be read.
 """
 
 from __future__ import annotations
@@ -19,21 +25,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
+
+from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.config import Config
 from asyncrl.core.disk import full_errno, in_bytes, in_words
-from asyncrl.core.errors import ActorFailed, AsyncRLError
+from asyncrl.core.errors import ActorFailed, AsyncRLError, ConfigError
+from asyncrl.core.files import replace_file
 from asyncrl.learner.algorithm.probe_sequences import ProbeSequence
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.learner.publishing.publisher import Publisher
-from asyncrl.learner.publishing.version_numbers import VersionNumbers
 from asyncrl.messages import Request
 from asyncrl.observe.trace import Track
 from asyncrl.rpc.services import ActorServices
@@ -46,6 +56,10 @@ RETRY_IN_TURN_S = 60.0
 """The same (s) in time slices of a GPU (gpu/slices.py), since each try takes the GPU from the engines."""
 NOTICE = "publish"
 """Key of the notice about versions that cannot be published."""
+MARK_FILE = "version_mark.json"
+"""Name of the mark in the run's folder: ``{"version": ..., "start": ...}``."""
+TAIL_BYTES = 4 << 20
+"""Bytes of metrics.jsonl that are read from its end, where the highest numbers are."""
 
 
 class Versions:
@@ -288,3 +302,88 @@ def _describe(error: OSError, version_bytes: float) -> _Failure:
         to_do = f"free memory on this host: a version takes {in_bytes(version_bytes)} of it"
         return _Failure(reason, to_do, "memory for the weights")
     return _Failure(reason)
+
+
+# --- numbers ---
+
+
+class UsedNumbers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The highest numbers given so far; the content of the mark. The defaults are those before any start."""
+
+    version: int = -1
+    start: int = 0
+
+
+class VersionNumbers:
+    """Gives the numbers of one run. Its methods block while they read and write the mark."""
+
+    def __init__(self, folder: Path, used: UsedNumbers | None = None) -> None:
+        """``used`` are the highest numbers in other files of the run's folder; new numbers are above them."""
+        self._path = folder / MARK_FILE
+        used = used or UsedNumbers()
+        mark, self.problem = self._read(is_new_run=used == UsedNumbers())
+        """Problem with the mark, for the user; empty if it has none."""
+        if not self.problem and (used.version > mark.version or used.start > mark.start):
+            # The notice puts the file's name in front of the text.
+            self.problem = f"is older than the run: it holds version {mark.version}"
+        self.version = max(mark.version, used.version)
+        """The highest number given so far; -1 before the first."""
+        self.start = max(mark.start, used.start)
+        """Number of the learner's starts in this folder."""
+
+    def begin(self) -> int:
+        """Count a start of the learner and return its number, from 1, which is durable now. Raises OSError."""
+        self._write(UsedNumbers(self.version, self.start + 1))
+        return self.start
+
+    def advance(self) -> int:
+        """Give the next version number, which is durable now. Raises OSError."""
+        self._write(UsedNumbers(self.version + 1, self.start))
+        return self.version
+
+    def _write(self, mark: UsedNumbers) -> None:
+        replace_file(self._path, msgspec.json.encode(mark))
+        self.version, self.start = mark.version, mark.start
+
+    def _read(self, *, is_new_run: bool) -> tuple[UsedNumbers, str]:
+        """Read the mark, which only a new run may lack. Returns it, and its problem or "". Raises ConfigError."""
+        try:
+            mark = msgspec.json.decode(self._path.read_bytes(), type=UsedNumbers)
+        except FileNotFoundError:
+            return UsedNumbers(), "" if is_new_run else "is not there"
+        except msgspec.DecodeError as error:
+            return UsedNumbers(), f"is damaged: {error}"
+        except OSError as error:
+            reason = f"cannot be read, so that a number could be given twice: {error.strerror or error}"
+            raise ConfigError([f"{self._path}: {reason}; make it readable, or restore it"]) from error
+        if mark.version < -1 or mark.start < 0:
+            return UsedNumbers(), f"is damaged: it holds version {mark.version}, start {mark.start}"
+        return mark, ""
+
+
+class _MetricsLine(msgspec.Struct, frozen=True):
+    version: int | None = msgspec.field(default=None, name="weights/version")
+    """The newest version; None in a line without one."""
+    start: int = 0
+
+
+def find_used(run_dir: Path, checkpoints: Path) -> UsedNumbers:
+    """Find the highest numbers in the names of checkpoints and in metrics.jsonl. Raises CheckpointError or OSError."""
+    version, start = CheckpointFolder(checkpoints).highest_version(), 0
+    for line in _last_lines(run_dir / "metrics.jsonl"):
+        # Skip lines that cannot be read: the tail may begin inside a line, and a dead writer leaves the last one torn.
+        with contextlib.suppress(msgspec.DecodeError):
+            numbers = msgspec.json.decode(line, type=_MetricsLine)
+            version, start = max(version, -1 if numbers.version is None else numbers.version), max(start, numbers.start)
+    return UsedNumbers(version, start)
+
+
+def _last_lines(path: Path) -> list[bytes]:
+    """The lines in the last TAIL_BYTES of a file; the first may lack its beginning. Empty if there is no file."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
+            return file.read().splitlines()
+    except FileNotFoundError:
+        return []

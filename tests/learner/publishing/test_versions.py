@@ -1,9 +1,10 @@
-"""Versions of the weights: the order of their steps, and versions that cannot be made."""
+"""Versions of the weights: the order of their steps, versions that cannot be made, and their durable numbers."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import subprocess
 import sys
 import time
@@ -14,7 +15,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from draws import examples
 from harness import Net, until
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from learner.learner_cases import make_config
 from learner.publishing.lone_versions import LoneVersions
 from learner.publishing.publications import BUCKETS, make_publication, no_segment_left_open
@@ -22,11 +26,12 @@ from run_settings import sim_config
 from services import services
 from virtual import run_virtual
 
+from asyncrl.core import files
+from asyncrl.core.errors import ConfigError
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.training_progress import TrainingProgress
-from asyncrl.learner.publishing import publisher
-from asyncrl.learner.publishing.version_numbers import VersionNumbers
-from asyncrl.learner.publishing.versions import Versions
+from asyncrl.learner.publishing import publisher, versions
+from asyncrl.learner.publishing.versions import MARK_FILE, UsedNumbers, VersionNumbers, Versions, find_used
 from asyncrl.messages import Done
 from asyncrl.messages.weights import (
     AnnounceBroadcast,
@@ -337,10 +342,126 @@ def test_an_unpublished_version_is_reported_with_advice(error, to_do, waits_for,
 
     config = make_config()
     parts = {"progress": TrainingProgress(), "intake": Intake(config.learner), "dataloader": None}
-    versions = LoneVersions(config, services(notify=notify), **parts)
-    versions.whole, versions.metrics = 7, {"weights/publish_bytes": 3 << 30}
-    monkeypatch.setattr(versions, "_begin", begin)
-    assert not asyncio.run(versions.publish())
+    made = LoneVersions(config, services(notify=notify), **parts)
+    made.whole, made.metrics = 7, {"weights/publish_bytes": 3 << 30}
+    monkeypatch.setattr(made, "_begin", begin)
+    assert not asyncio.run(made.publish())
     assert reported["text"].startswith("no version of the weights after 7 could be published: ")
     assert reported["meanwhile"].endswith(f"for 300 s (checkpoint.room_wait_s). To do: {to_do}")
     assert reported["waits_for"] == waits_for
+
+
+# --- numbers ---
+
+
+@settings(max_examples=examples(25))
+@given(starts=st.lists(st.integers(0, 4), min_size=1, max_size=8))
+def test_no_version_number_is_used_twice_over_any_restarts(starts, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    given_out = [mark.advance() for count in starts for mark in [VersionNumbers(folder)] for _ in range(count)]
+    assert given_out == list(range(sum(starts)))
+    assert VersionNumbers(folder).version == sum(starts) - 1
+    assert {path.name for path in folder.iterdir()} <= {MARK_FILE}
+
+
+@pytest.mark.parametrize("call", ["open", "sync"])
+def test_a_version_number_that_cannot_be_written_is_not_used(tmp_path, monkeypatch, call):
+    mark = VersionNumbers(tmp_path)
+    mark.advance()
+    with monkeypatch.context() as patch:
+
+        def full(*_args, **_options):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        patch.setattr(files if call == "sync" else os, call, full)
+        with pytest.raises(OSError, match="No space left") as caught:
+            mark.advance()
+        assert caught.value.filename == str(tmp_path / MARK_FILE)
+    assert mark.version == 0
+    assert [path.name for path in tmp_path.iterdir()] == [MARK_FILE]
+    assert mark.advance() == 1
+    assert VersionNumbers(tmp_path).version == 1
+
+
+def test_a_version_number_is_on_disk_before_it_is_used(tmp_path, monkeypatch):
+    """File, then name: a crash at any moment leaves the old mark or the new one."""
+    done = []
+    real = os.fsync
+
+    def fsync(descriptor):
+        done.append((os.readlink(f"/proc/self/fd/{descriptor}"), (tmp_path / MARK_FILE).exists()))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    VersionNumbers(tmp_path).advance()
+    assert done == [(str(tmp_path / "version_mark.json.new"), False), (str(tmp_path), True)]
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "is not there"),
+        (b'{"version": -2}', "is damaged: it holds version -2"),
+        (b"\xff\xff", "is damaged"),
+        (b'{"version": 12, "start": 2}', "is older than the run: it holds version 12"),
+        (b'{"version": 40, "start": 1}', "is older than the run: it holds version 40"),
+        (b'{"version": 40, "start": 2}', ""),
+    ],
+)
+def test_a_lost_older_or_damaged_mark_starts_above_all_known_versions(tmp_path, content, problem):
+    if content is not None:
+        (tmp_path / MARK_FILE).write_bytes(content)
+    mark = VersionNumbers(tmp_path, UsedNumbers(40, 2))
+    assert mark.problem.startswith(problem) and bool(mark.problem) == bool(problem)
+    assert mark.begin() >= 3
+    assert mark.advance() >= 41
+    again = VersionNumbers(tmp_path, UsedNumbers(40, 2))
+    assert (again.version, again.start, again.problem) == (mark.version, mark.start, "")
+
+
+def test_a_missing_mark_is_no_problem_of_a_new_run(tmp_path):
+    assert VersionNumbers(tmp_path, find_used(tmp_path, tmp_path / "checkpoints")).problem == ""
+    (tmp_path / MARK_FILE).write_bytes(b"{")
+    assert VersionNumbers(tmp_path).problem.startswith("is damaged")
+
+
+def test_an_unreadable_mark_is_an_error_that_names_the_file(tmp_path, monkeypatch):
+    def refused(_path):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(versions.Path, "read_bytes", refused)
+    with pytest.raises(ConfigError, match=f"{MARK_FILE}: cannot be read, .*: Permission denied; make it readable"):
+        VersionNumbers(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "metrics", "used"),
+    [
+        ([], None, UsedNumbers()),
+        (
+            ["v00000040", "abandoned-v00000061"],
+            b'{"kind":"train","weights/version":44,"start":2}\n',
+            UsedNumbers(61, 2),
+        ),
+        (
+            ["v00000040"],
+            b'{"weights/version":44,"start":2}\n{"start":3}\n{"weights/version":null}\n',
+            UsedNumbers(44, 3),
+        ),
+        # A torn line, and one that is no JSON.
+        ([], b'{"weights/version":7,"start":1}\nnonsense\n{"weights/version":8,"st', UsedNumbers(7, 1)),
+    ],
+)
+def test_numbers_are_known_from_the_checkpoints_and_the_metrics(tmp_path, names, metrics, used):
+    for name in names:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    if metrics is not None:
+        (tmp_path / "metrics.jsonl").write_bytes(metrics)
+    assert find_used(tmp_path, tmp_path / "checkpoints") == used
+
+
+def test_only_the_end_of_a_long_metrics_file_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(versions, "TAIL_BYTES", 100)
+    lines = [b'{"weights/version":%d,"start":1}\n' % version for version in range(1000)]
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
+    assert find_used(tmp_path, tmp_path / "checkpoints") == UsedNumbers(999, 1)
