@@ -22,7 +22,7 @@ from asyncrl.config.hub import model_name
 from asyncrl.config.training import ModelConfig
 from asyncrl.learner.fsdp.model.lora import add_adapters, target_names
 from asyncrl.learner.fsdp.startup.loading import load_policy, model_folder
-from asyncrl.learner.fsdp.weights.copies import adapter_units, model_units, whole_buckets
+from asyncrl.learner.fsdp.weights.assembly import adapter_units, model_units, whole_buckets
 from asyncrl.learner.fsdp.weights.dcp import load_weights
 from asyncrl.learner.fsdp.weights.export import adapter_settings, export, export_adapter
 
