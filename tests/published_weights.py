@@ -12,8 +12,7 @@ import msgspec
 import numpy as np
 
 from asyncrl.messages.weights import Bucket, Manifest
-from asyncrl.weights.held_version import HeldVersion, hold, layout_of
-from asyncrl.weights.segments import Segment, layout
+from asyncrl.weights.held_version import HeldVersion, Segment, hold, layout_of, place_tensors
 
 
 def random_bytes(size: int, seed: int = 0) -> bytes:
@@ -23,7 +22,7 @@ def random_bytes(size: int, seed: int = 0) -> bytes:
 def seal(content: bytes, name: str, dtype: str = "bfloat16") -> tuple[Bucket, int]:
     """A bucket with one tensor, and the descriptor of its segment."""
     item = 2 if dtype == "bfloat16" else 1
-    specs, _ = layout([(name, dtype, (len(content) // item,))])
+    specs, _ = place_tensors([(name, dtype, (len(content) // item,))])
     segment = Segment("test-weights", len(content))
     segment.write(0, content)
     return segment.seal(specs), segment.fd

@@ -6,7 +6,7 @@ import os
 import xxhash
 
 from asyncrl.core.errors import WeightsCorrupt
-from asyncrl.weights.segments import compare_checksums, open_segment, size_of
+from asyncrl.weights.held_version import compare_checksums, open_segment, size_of
 
 
 def map_segment(bucket, *, version, index):

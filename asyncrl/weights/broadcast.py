@@ -42,7 +42,7 @@ from xxhash import xxh3_64_intdigest
 from asyncrl.core.errors import BroadcastFailed, ConfigError
 from asyncrl.core.threads import on_daemon
 from asyncrl.messages.weights import BroadcastGroup, BroadcastPart, Bucket, CollectiveBackend
-from asyncrl.weights.segments import compare_checksums
+from asyncrl.weights.held_version import compare_checksums
 from asyncrl.weights.tensors import mapped, sum_of_words
 
 c10d: Any = torch.distributed

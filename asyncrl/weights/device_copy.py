@@ -20,7 +20,7 @@ from torch import Tensor
 
 from asyncrl.messages.weights import Bucket, DeviceCopy, Manifest
 from asyncrl.weights.device_memory import DeviceMemory
-from asyncrl.weights.segments import size_of
+from asyncrl.weights.held_version import size_of
 from asyncrl.weights.tensors import sum_of_words
 
 _LOG = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from asyncrl.messages.weights import Manifest, TensorSpec
-from asyncrl.weights.segments import size_of
+from asyncrl.weights.held_version import size_of
 
 
 def tensors_of(

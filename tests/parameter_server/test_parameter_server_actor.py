@@ -30,7 +30,7 @@ from asyncrl.messages.weights import (
 )
 from asyncrl.parameter_server.actor import COMPARED_VERSIONS, ParameterServer
 from asyncrl.rpc.linux import host_id
-from asyncrl.weights.segments import Segment, layout
+from asyncrl.weights.held_version import Segment, place_tensors
 
 NAME, LEARNER = "parameter_server/0", "learner/0"
 R = ("rollouter/0", "rollouter/1")
@@ -50,7 +50,7 @@ def publication():
     def make(version):
         values = np.random.default_rng(0).integers(0, 1 << 16, WORDS, dtype=np.uint16)
         values[:1] += np.uint16(version)
-        specs, size = layout([("weights", "bfloat16", (WORDS,))])
+        specs, size = place_tensors([("weights", "bfloat16", (WORDS,))])
         segment = Segment(f"test-v{version}", size)
         segment.write(0, values.tobytes())
         segments.append(segment)

@@ -15,7 +15,7 @@ from asyncrl.learner.backends.sim import SimTrainer
 from asyncrl.learner.publishing import versions
 from asyncrl.learner.publishing.versions import VersionNumbers
 from asyncrl.rollouter.serving.engine_manager import EngineManager
-from asyncrl.weights.segments import Segment
+from asyncrl.weights.held_version import Segment
 
 STEPS, GROUPS = 16, 4
 WAIT_S = 50.0

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from asyncrl.learner.loop.training import Training
 from asyncrl.observe.metrics_line import read_metrics
 from asyncrl.weights import broadcast
-from asyncrl.weights.segments import Segment
+from asyncrl.weights.held_version import Segment
 
 
 def system_of(tmp_path, transport, *, eta=3, replicas=2, **learner):

@@ -22,8 +22,7 @@ from asyncrl.learner.fsdp import trainer
 from asyncrl.learner.fsdp.weights.assembly import Assembly, publish
 from asyncrl.messages.weights import Bucket, Manifest
 from asyncrl.weights.device_copy import CopyReader, CopyWriter
-from asyncrl.weights.held_version import HeldVersion
-from asyncrl.weights.segments import layout
+from asyncrl.weights.held_version import HeldVersion, place_tensors
 from asyncrl.weights.tensors import tensors_of
 
 CPU = torch.device("cpu")
@@ -158,7 +157,7 @@ def test_the_memory_is_opened_once_for_a_load_and_closed_after_it(version) -> No
 
 def test_i4_tensors_are_found_by_name_and_a_bucket_with_a_missing_one_is_skipped(allocate) -> None:
     def bucket(**sizes: int) -> Bucket:
-        specs, size = layout([(name, "uint8", (length,)) for name, length in sizes.items()])
+        specs, size = place_tensors([(name, "uint8", (length,)) for name, length in sizes.items()])
         return Bucket(path="", size=size, checksum=0, tensors=specs)
 
     writer = allocate(4096)

@@ -21,8 +21,16 @@ from tiny_models import Publisher
 
 from asyncrl.core.errors import WeightsCorrupt
 from asyncrl.messages.weights import Bucket, Manifest, TensorSpec
-from asyncrl.weights.held_version import check_complete, layout_of
-from asyncrl.weights.segments import ITEM_BYTES, SEALS, Segment, fill_buckets, path_of, size_of
+from asyncrl.weights.held_version import (
+    ITEM_BYTES,
+    SEALS,
+    Segment,
+    check_complete,
+    fill_buckets,
+    layout_of,
+    path_of,
+    size_of,
+)
 
 pytestmark = pytest.mark.usefixtures("only_new_objects_collected")
 

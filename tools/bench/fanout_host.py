@@ -34,7 +34,7 @@ from asyncrl.rollouter.updating.update_follower import UpdateFollower
 from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
 from asyncrl.rpc.process import tune_memory
 from asyncrl.rpc.wire.keys import Credentials
-from asyncrl.weights.segments import Segment, layout
+from asyncrl.weights.held_version import Segment, place_tensors
 from tools.bench.processes import actor_context, live
 
 PORT = 7000
@@ -60,7 +60,7 @@ class Root(ParameterServer):
     def obey(self, order: dict[str, Any]) -> None:
         """Publish a version of random bytes."""
         size: int = order["bytes"]
-        specs, _ = layout([("weight", "uint8", (size,))])
+        specs, _ = place_tensors([("weight", "uint8", (size,))])
         segment = Segment("asyncrl-fanout", size)
         segment.write(0, np.random.default_rng(order["version"]).bytes(size))
         bucket = segment.seal(specs)

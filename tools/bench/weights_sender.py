@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from asyncrl.messages.weights import BroadcastGroup, Bucket, Manifest, TensorSpec
-from asyncrl.weights.segments import Segment, fill_buckets, layout
+from asyncrl.weights.held_version import Segment, fill_buckets, place_tensors
 from tools.bench.processes import answer_orders
 
 HOST = "127.0.0.1"
@@ -52,8 +52,10 @@ def buckets_of(name: str) -> list[tuple[list[TensorSpec], int]]:
     with torch.device("meta"):
         model = Qwen3ForCausalLM(Qwen3Config(**dict(zip(SHAPE, LAYOUTS[name], strict=True)), tie_word_embeddings=False))
     units = [[(name, "bfloat16", tuple(weight.shape))] for name, weight in model.named_parameters()]
-    sizes = [layout(unit)[1] for unit in units]
-    return [layout([tensor for i in bucket for tensor in units[i]]) for bucket in fill_buckets(sizes, BUCKET_BYTES)]
+    sizes = [place_tensors(unit)[1] for unit in units]
+    return [
+        place_tensors([tensor for i in bucket for tensor in units[i]]) for bucket in fill_buckets(sizes, BUCKET_BYTES)
+    ]
 
 
 class Sent:

@@ -56,8 +56,7 @@ from asyncrl.rpc.services import Clock
 from asyncrl.text.chat.renderer import Renderer, make_renderer
 from asyncrl.text.stops import resolve_stops
 from asyncrl.text.tokenizer import Tokenizer, tokenizer_of
-from asyncrl.weights.held_version import HeldVersion
-from asyncrl.weights.segments import Segment, layout
+from asyncrl.weights.held_version import HeldVersion, Segment, place_tensors
 
 ENGINE = "rollouter/0"
 PRINTED_BYTES = 4000
@@ -310,7 +309,7 @@ def _make_bucket(
 
     ``tensors`` has the byte range of each in the file ``path``. Without a file the bucket holds zeros.
     """
-    specs, size = layout(shapes)
+    specs, size = place_tensors(shapes)
     segment = Segment("asyncrl-model", size)
     try:
         if path is not None:

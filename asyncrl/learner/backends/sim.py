@@ -28,8 +28,7 @@ from asyncrl.learner.algorithm.token_scores import TokenScores
 from asyncrl.learner.fsdp.schedule import learning_rate
 from asyncrl.messages.routes import SIMULATED, Experts
 from asyncrl.messages.weights import Bucket, Manifest, Probe
-from asyncrl.weights.held_version import HeldVersion, close_all
-from asyncrl.weights.segments import Segment, layout
+from asyncrl.weights.held_version import HeldVersion, Segment, close_all, place_tensors
 
 
 class SimTrainer:
@@ -111,7 +110,7 @@ class SimTrainer:
             while left:
                 time.sleep(sim.gather_s * min(left, limit) / sim.publish_bytes)
                 index, count = len(buckets), min(left, limit)
-                tensors, size = layout([(f"weights.{index}", "uint8", (count,))])
+                tensors, size = place_tensors([(f"weights.{index}", "uint8", (count,))])
                 segment = Segment(f"asyncrl-v{version}-{index}", size)
                 descriptors.append(segment.fd)
                 # Different bytes for each version, so that a mix-up shows in the checksum.

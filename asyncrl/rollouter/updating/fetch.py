@@ -53,8 +53,7 @@ from asyncrl.messages.weights import Chunk, FetchChunk, Manifest, Source, Weight
 from asyncrl.observe.logging import get_logger
 from asyncrl.rpc.calls.retry import AWAY_S, is_refusal, pause
 from asyncrl.rpc.parking_lot import ParkingLot
-from asyncrl.weights.held_version import HeldVersion, close_all, hold, layout_of
-from asyncrl.weights.segments import Segment, path_of, seal_verified
+from asyncrl.weights.held_version import HeldVersion, Segment, close_all, hold, layout_of, path_of, seal_verified
 
 T = TypeVar("T")
 Call = Callable[[str, Request, float | None], Awaitable[Any]]

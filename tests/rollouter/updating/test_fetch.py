@@ -29,8 +29,7 @@ from asyncrl.messages import Request
 from asyncrl.messages.weights import FetchChunk, WeightUpdate
 from asyncrl.rollouter.updating import fetch as module
 from asyncrl.rollouter.updating.fetch import fetch
-from asyncrl.weights.held_version import HeldVersion
-from asyncrl.weights.segments import Segment
+from asyncrl.weights.held_version import HeldVersion, Segment
 
 pytestmark = pytest.mark.usefixtures("no_memory_left")
 

@@ -30,7 +30,7 @@ from asyncrl.config.rollout import WeightsConfig
 from asyncrl.core.errors import InvalidRequest, NotHere, VersionGone
 from asyncrl.messages.weights import Chunk, FetchChunk, Manifest
 from asyncrl.rollouter.updating.fetch import IDLE_SHARE, SILENT_SHARE, Relay
-from asyncrl.weights.segments import Segment
+from asyncrl.weights.held_version import Segment
 
 pytestmark = pytest.mark.usefixtures("no_memory_left")
 

@@ -44,8 +44,7 @@ from asyncrl.rollouter.serving.engine_manager import EngineManager
 from asyncrl.rollouter.updating import update_follower
 from asyncrl.rollouter.updating.update_follower import UpdateFollower
 from asyncrl.rpc.awaits import Awaits
-from asyncrl.weights.held_version import HeldVersion, hold
-from asyncrl.weights.segments import Segment, layout
+from asyncrl.weights.held_version import HeldVersion, Segment, hold, place_tensors
 
 PROBE = make_probe()
 
@@ -173,7 +172,7 @@ def publish():
     segments = []
 
     def make(version, probe=False, checksum_off=0):
-        specs, size = layout([("w", "uint8", (100,))])
+        specs, size = place_tensors([("w", "uint8", (100,))])
         segment = Segment("test", size)
         segment.write(0, version.to_bytes(4, "little"))
         bucket = segment.seal(specs)
@@ -200,7 +199,7 @@ def retyped(manifest: Manifest, dtype: str) -> Manifest:
 
 
 def broadcast(version: int) -> WeightUpdate:
-    specs, size = layout([("w", "uint8", (100,))])
+    specs, size = place_tensors([("w", "uint8", (100,))])
     group = BroadcastGroup(backend="gloo", epoch=1, world_size=2, host="127.0.0.1", port=1)
     manifest = Manifest(version=version, buckets=[Bucket(path="", size=size, checksum=0, tensors=specs)])
     part = BroadcastPart(manifest=manifest, group=group, first_rank=1, timeout_s=1.0)

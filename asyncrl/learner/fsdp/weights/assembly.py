@@ -46,9 +46,8 @@ from asyncrl.learner.fsdp.startup.shard_plan import layer_of, own_rows
 from asyncrl.messages.weights import Bucket, Manifest, Probe
 from asyncrl.weights.device_copy import CopyWriter
 from asyncrl.weights.device_memory import DeviceMemory, gpu_id
-from asyncrl.weights.held_version import HeldVersion, close_all
+from asyncrl.weights.held_version import ALIGNMENT, HeldVersion, Segment, close_all, fill_buckets, place_tensors
 from asyncrl.weights.lora import tensor_names
-from asyncrl.weights.segments import ALIGNMENT, Segment, fill_buckets, layout
 from asyncrl.weights.tensors import mapped, sum_of_words
 
 THREAD = "assembly"
@@ -180,7 +179,7 @@ def publish(
 
 def _write_bucket(name: str, tensors: dict[str, Tensor]) -> tuple[Bucket, int]:
     """Write tensors into a new segment and seal it. Returns the bucket and the segment's descriptor."""
-    specs, size = layout([(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()])
+    specs, size = place_tensors([(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()])
     segment = Segment(name, size)
     digest, end = xxh3_64(), 0
     try:
