@@ -65,7 +65,6 @@ HEAVY = {
         "rollouter/engines/vllm/",
         "rollouter/engines/reference",
         "weights/broadcast",
-        "weights/device_",
         "weights/routers",
         "weights/tensors",
     ),

@@ -66,7 +66,7 @@ class DeviceCopy(Struct, gc=False, frozen=True, kw_only=True):
     gpu: str
     """UUID of the GPU."""
     handle: Annotated[bytes, Meta(max_length=64)]
-    """Bytes by which another process opens the memory (weights/device_memory.py)."""
+    """Bytes by which another process opens the memory (weights/tensors.py)."""
     size: Count
     """Bytes of the memory."""
     offsets: list[list[Count]]

@@ -112,7 +112,7 @@ class Engine(Protocol):
     returns_routes: bool
     """Whether deltas have routes."""
     loaded_by_ipc: bool
-    """Whether the last load took all weights from a copy on the GPU (weights/device_copy.py)."""
+    """Whether the last load took all weights from a copy on the GPU (weights/tensors.py)."""
 
     @property
     def kv_use(self) -> float | None:

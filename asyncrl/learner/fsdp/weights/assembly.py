@@ -44,11 +44,9 @@ from asyncrl.learner.fsdp.model.policy import Policy
 from asyncrl.learner.fsdp.ranks.ranks import Ranks
 from asyncrl.learner.fsdp.startup.shard_plan import layer_of, own_rows
 from asyncrl.messages.weights import Bucket, Manifest, Probe
-from asyncrl.weights.device_copy import CopyWriter
-from asyncrl.weights.device_memory import DeviceMemory, gpu_id
 from asyncrl.weights.held_version import ALIGNMENT, HeldVersion, Segment, close_all, fill_buckets, place_tensors
 from asyncrl.weights.lora import tensor_names
-from asyncrl.weights.tensors import mapped, sum_of_words
+from asyncrl.weights.tensors import CopyWriter, DeviceMemory, gpu_id, mapped, sum_of_words
 
 THREAD = "assembly"
 STOP_WAIT_S = 30.0

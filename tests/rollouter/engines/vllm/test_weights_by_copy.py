@@ -23,8 +23,8 @@ from asyncrl.rollouter.engines.vllm.engine import VllmEngine
 from asyncrl.rollouter.engines.vllm.worker import weights as worker_weights
 from asyncrl.rollouter.engines.vllm.worker.weights import VersionLoader, WorkerMethods
 from asyncrl.weights import tensors as weight_tensors
-from asyncrl.weights.device_copy import CopyReader, CopyWriter
 from asyncrl.weights.held_version import HeldVersion
+from asyncrl.weights.tensors import CopyReader, CopyWriter
 
 CPU = torch.device("cpu")
 

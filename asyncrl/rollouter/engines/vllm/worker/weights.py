@@ -1,7 +1,7 @@
 """Loads versions in vLLM's worker processes, as an extension of vLLM's worker.
 
 A version is in shared memory, which the rollouter has verified and keeps open, or it comes by broadcast. If the learner
-has a copy of it on this worker's GPU, the worker takes it from there (weights/device_copy.py). Over gloo the worker
+has a copy of it on this worker's GPU, the worker takes it from there (weights/tensors.py). Over gloo the worker
 receives all buckets before the load begins. Over NCCL it loads each bucket as soon as it is verified, because GPU
 memory does not hold two sets of weights. The model's own checkpoint loader takes the tensors, layer by layer. lora.py
 loads versions that are adapters.
@@ -32,9 +32,7 @@ from vllm.platforms import current_platform
 from asyncrl.messages.weights import BroadcastPart, Manifest
 from asyncrl.rollouter.engines.vllm.worker.lora import load_adapter
 from asyncrl.weights.broadcast import Receiver
-from asyncrl.weights.device_copy import CopyReader
-from asyncrl.weights.device_memory import DeviceMemory, gpu_id
-from asyncrl.weights.tensors import tensors_in, tensors_of
+from asyncrl.weights.tensors import CopyReader, DeviceMemory, gpu_id, tensors_in, tensors_of
 
 Named = Iterable[tuple[str, torch.Tensor]]
 """Tensors with their checkpoint names; they may be views of memory that is freed after the load."""

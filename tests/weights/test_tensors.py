@@ -1,7 +1,11 @@
-"""A copy of the weights on the learner's GPU. Here host memory that two processes can open stands in for the GPU's."""
+"""A copy of the weights on the learner's GPU, and memory of a GPU that two processes use.
+
+For the copy, host memory that two processes can open stands in for the GPU's.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,10 +25,11 @@ from asyncrl.gpu.memory_shares import GpuShares
 from asyncrl.learner.fsdp import trainer
 from asyncrl.learner.fsdp.weights.assembly import Assembly, publish
 from asyncrl.messages.weights import Bucket, Manifest
-from asyncrl.weights.device_copy import CopyReader, CopyWriter
+from asyncrl.weights import tensors
 from asyncrl.weights.held_version import HeldVersion, place_tensors
-from asyncrl.weights.tensors import tensors_of
+from asyncrl.weights.tensors import HANDLE_BYTES, CopyReader, CopyWriter, DeviceMemory, tensors_of
 
+SIZE = 3 << 20
 CPU = torch.device("cpu")
 
 
@@ -109,15 +114,15 @@ def test_i4_a_bucket_from_the_copy_has_the_bytes_of_its_segment(tied, extra, tmp
 @pytest.fixture
 def version(allocate) -> Iterator[tuple[Manifest, CopyWriter]]:
     writer = allocate(1 << 16)
-    tensors = [{"a": torch.arange(100.0), "b": torch.ones(3, 5)}, {"c": torch.full((7,), 3, dtype=torch.uint8)}]
+    contents = [{"a": torch.arange(100.0), "b": torch.ones(3, 5)}, {"c": torch.full((7,), 3, dtype=torch.uint8)}]
     at = 0
-    for bucket in tensors:
+    for bucket in contents:
         for name, tensor in bucket.items():
             inside = writer.memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             inside.copy_(tensor)
             writer.place({name: inside})
             at += 1024
-    with publish(iter(tensors), 5, copy=writer) as held:
+    with publish(iter(contents), 5, copy=writer) as held:
         yield received(held), writer
 
 
@@ -206,3 +211,63 @@ def test_no_room_for_a_copy_costs_only_the_copy(tmp_path, caplog) -> None:
 
     run_alone(make_config(save_small_model(tmp_path / "model")), main)
     assert "through host memory: cudaMalloc: out of memory" in caplog.text
+
+
+# --- memory of a GPU for two processes ---
+
+
+def _add_one(handle: bytes) -> None:
+    opened = DeviceMemory.open(handle, SIZE)
+    opened.tensor.add_(1)
+    torch.cuda.synchronize()
+    opened.close()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+def test_another_process_reads_and_writes_the_same_memory() -> None:
+    memory = DeviceMemory.allocate(SIZE)
+    assert len(memory.handle) == HANDLE_BYTES
+    memory.tensor.copy_(torch.arange(SIZE, device="cuda") % 251)
+    torch.cuda.synchronize()
+    process = multiprocessing.get_context("spawn").Process(target=_add_one, args=(memory.handle,))
+    process.start()
+    process.join(120.0)
+    assert process.exitcode == 0
+    assert torch.equal(memory.tensor.cpu(), (torch.arange(SIZE) % 251 + 1).to(torch.uint8))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+def test_missing_device_memory_is_an_error_and_leaks_nothing() -> None:
+    with pytest.raises(OSError, match=r"cudaIpcOpenMemHandle: "):
+        DeviceMemory.open(bytes(HANDLE_BYTES), SIZE)
+    with pytest.raises(OSError, match=r"cudaMalloc: out of memory"):
+        DeviceMemory.allocate(1 << 50)
+    assert torch.ones(1, device="cuda").item() == 1
+
+
+class Runtime:
+    """CUDA's runtime on a host without a GPU: its calls fail with code 2."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str):
+        def call(*arguments: object) -> int:
+            self.calls.append(name)
+            return 2
+
+        return call
+
+    def cudaGetErrorString(self, code: int) -> bytes:
+        return f"error {code}".encode()
+
+
+def test_a_failed_call_is_an_error_of_the_user_and_not_of_the_next_kernel(monkeypatch) -> None:
+    runtime = Runtime()
+    monkeypatch.setattr(tensors, "_runtime", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    with pytest.raises(OSError, match=r"^cudaMalloc: error 2$"):
+        DeviceMemory.allocate(SIZE)
+    with pytest.raises(OSError, match=r"^cudaIpcOpenMemHandle: error 2$"):
+        DeviceMemory.open(bytes(HANDLE_BYTES), SIZE)
+    assert runtime.calls == ["cudaMalloc", "cudaGetLastError", "cudaIpcOpenMemHandle", "cudaGetLastError"]
