@@ -16,17 +16,15 @@ one submission only, and calls ``abort`` when it finds one.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
 
-from asyncrl.core.errors import EngineDied
 from asyncrl.core.truncation import Truncation
 from asyncrl.messages.groups import VersionSpan
-from asyncrl.messages.token_sets import TokenSets, join_sets
+from asyncrl.messages.token_sets import TokenSets
 from asyncrl.messages.weights import BroadcastPart
 from asyncrl.weights.held_version import HeldVersion
 
@@ -178,60 +176,3 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """End the engine and everything that it started; does nothing if it is gone already."""
-
-
-def _join(first: np.ndarray | None, second: np.ndarray | None) -> np.ndarray | None:
-    """Join the routes of two consecutive deltas."""
-    if first is None or second is None:
-        return second if first is None else first
-    joined: np.ndarray = np.concatenate([first, second])
-    return joined
-
-
-class DeltaStream:
-    """A queue of the deltas of one request, which merges deltas that the reader has not fetched into one.
-
-    It has one writer and one reader, on the same event loop. Invariant: no token is lost, and their order is kept.
-    """
-
-    def __init__(self) -> None:
-        self._pending: TokenDelta | None = None
-        """All deltas that the reader has not fetched, merged; None without any."""
-        self._error: EngineDied | None = None
-        self._reader: asyncio.Future[None] | None = None
-        """Future for which the reader waits."""
-
-    def put(self, delta: TokenDelta) -> None:
-        """Add a delta to the pending delta, and wake the reader. Put nothing after a finish reason."""
-        held = self._pending
-        if held is not None:
-            delta = TokenDelta(
-                tokens=held.tokens + delta.tokens,
-                logprobs=held.logprobs + delta.logprobs,
-                sets=join_sets((held.sets, delta.sets)),
-                finish_reason=delta.finish_reason,
-                spans=delta.spans,
-                cached_tokens=max(held.cached_tokens, delta.cached_tokens),
-                routes=_join(held.routes, delta.routes),
-            )
-        self._pending = delta
-        self._wake()
-
-    def fail(self, error: EngineDied) -> None:
-        """End the stream: ``get`` raises ``error`` after it has returned the deltas added before."""
-        self._error = error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
-
-    async def get(self) -> TokenDelta:
-        """Return the delta of all tokens since the last call, and wait until there is one. Raises EngineDied."""
-        while self._pending is None:
-            if self._error is not None:
-                raise self._error
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
-        delta, self._pending = self._pending, None
-        return delta

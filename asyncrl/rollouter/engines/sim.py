@@ -1,8 +1,8 @@
 """The simulated engine: takes as long as an engine would, and makes its tokens up.
 
 It is a thin shell around the timing model (sim_model.py). One timer wakes it for the model's next event, and each
-request has a DeltaStream. It waits only on its event loop's clock, so that it also runs on a virtual clock. It receives
-and verifies broadcast weights like every engine, and throws them away.
+request has a queue of deltas. It waits only on its event loop's clock, so that it also runs on a virtual clock. It
+receives and verifies broadcast weights like every engine, and throws them away.
 
 Fails with EngineDied after a simulated crash, whose time is random and not reproducible. Fails with WeightsCorrupt and
 BroadcastFailed as base.py says.
@@ -24,7 +24,7 @@ from asyncrl.config import Config
 from asyncrl.core.errors import BroadcastFailed, ConfigError, EngineDied
 from asyncrl.messages.routes import SIMULATED
 from asyncrl.messages.weights import BroadcastPart
-from asyncrl.rollouter.engines.base import DeltaStream, EngineLoad, GenerationRequest, PauseMode, TokenDelta
+from asyncrl.rollouter.engines.base import EngineLoad, GenerationRequest, PauseMode, TokenDelta
 from asyncrl.rollouter.engines.sim_model import Batch, content
 from asyncrl.weights.held_version import HeldVersion, Layout, check_complete
 
@@ -45,7 +45,8 @@ class SimEngine:
         self._batch = Batch(
             self._sim, self._seed, config.rollout.stream_interval, _draw_crash_step(self._sim.crash_probability)
         )
-        self._streams: dict[str, DeltaStream] = {}
+        self._streams: dict[str, asyncio.Queue[TokenDelta | EngineDied]] = {}
+        """Deltas that the readers have not fetched, by request. ``max_tokens`` bounds the number of a request's."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         """Time for which ``_timer`` is set; uvloop's handles do not always know it."""
@@ -92,7 +93,7 @@ class SimEngine:
         if self._timer is not None:
             self._timer.cancel()
         for stream in self._streams.values():
-            stream.fail(self._dead)
+            stream.put_nowait(self._dead)
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
 
@@ -105,12 +106,14 @@ class SimEngine:
         assert self._batch.version >= 0, "nothing is generated before the first load"
         assert request.id not in self._streams, f"request {request.id} is in flight already"
         self._batch.submit(loop.time(), request)
-        stream = self._streams[request.id] = DeltaStream()
+        stream = self._streams[request.id] = asyncio.Queue()
         over, tokens = False, list(request.prompt_ids)
         try:
             self._step()
             while not over:
                 delta = await stream.get()
+                if isinstance(delta, EngineDied):
+                    raise delta
                 over = delta.finish_reason is not None
                 if self.returns_routes:
                     tokens += delta.tokens
@@ -229,7 +232,7 @@ class SimEngine:
         for id, delta in batch.take():
             # A reader that has left has no stream any more.
             if id in self._streams:
-                self._streams[id].put(delta)
+                self._streams[id].put_nowait(delta)
         if batch.crashed:
             self._die("crashed, as rollout.sim.crash_probability has it")
             return

@@ -39,9 +39,8 @@ from asyncrl.config.load import validate_config
 from asyncrl.core.errors import ConfigError, EngineDied, WeightsCorrupt
 from asyncrl.core.truncation import Truncation
 from asyncrl.messages.groups import VersionSpan
-from asyncrl.messages.token_sets import make_sets
 from asyncrl.rollouter.engines import make_engine
-from asyncrl.rollouter.engines.base import DeltaStream, Engine, TokenDelta
+from asyncrl.rollouter.engines.base import Engine
 from asyncrl.rollouter.engines.reference import model as model_module
 from asyncrl.rollouter.engines.reference.model import Model, choose, truncate, uniform
 from asyncrl.weights.broadcast import Sender
@@ -194,16 +193,6 @@ def test_a_truncation_cuts_as_a_plain_loop_does(values, top_p, top_k, min_p, tem
     found = truncate(logits, temperature, Truncation(top_p=top_p, top_k=top_k, min_p=min_p))
     assert found.isfinite().nonzero()[:, 0].tolist() == sorted(kept)
     assert found[kept].tolist() == logits[kept].tolist()
-
-
-async def test_deltas_that_are_merged_keep_their_sets():
-    stream = DeltaStream()
-    for sets in ([[1, 2]], [[3], [4, 5, 6]], None):
-        tokens = [members[0] for members in sets or []]
-        stream.put(TokenDelta(tokens=tokens, logprobs=[-1.0] * len(tokens), sets=sets and make_sets(sets)))
-    delta = await stream.get()
-    assert delta.sets is not None
-    assert (delta.tokens, delta.sets.ids.tolist(), delta.sets.sizes.tolist()) == ([1, 3, 4], [*range(1, 7)], [2, 1, 3])
 
 
 @pytest.mark.parametrize(

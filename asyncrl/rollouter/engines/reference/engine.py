@@ -27,7 +27,7 @@ from asyncrl.core.errors import AsyncRLError, BroadcastFailed, ConfigError, Engi
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.messages.token_sets import TokenSets, make_sets
 from asyncrl.messages.weights import BroadcastPart
-from asyncrl.rollouter.engines.base import DeltaStream, EngineLoad, GenerationRequest, PauseMode, TokenDelta
+from asyncrl.rollouter.engines.base import EngineLoad, GenerationRequest, PauseMode, TokenDelta
 from asyncrl.rollouter.engines.reference.model import seed_of
 from asyncrl.rollouter.engines.vllm import model_folder
 from asyncrl.weights.held_version import HeldVersion, Layout, check_complete
@@ -46,11 +46,14 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Request:
-    """A request in flight. ``continuation`` is its sequence in the model, ``stream`` takes its deltas to the reader."""
+    """A request in flight. ``continuation`` is its sequence in the model, ``stream`` takes its deltas to the reader.
+
+    The number of deltas in ``stream`` is bounded by ``max_tokens``.
+    """
 
     id: str
     continuation: Continuation
-    stream: DeltaStream
+    stream: asyncio.Queue[TokenDelta | EngineDied] = field(default_factory=asyncio.Queue)
     spans: list[VersionSpan] = field(default_factory=list)
     sampled: int = 0
     """Number of tokens that it has sampled."""
@@ -155,7 +158,7 @@ class ReferenceEngine:
             self._dead = EngineDied(self.name, reason)
             self._interrupt.set()
             for request in self._requests.values():
-                request.stream.fail(self._dead)
+                request.stream.put_nowait(self._dead)
             # A pause may wait for this event.
             self._idle.set()
         return self._dead
@@ -166,7 +169,7 @@ class ReferenceEngine:
         self._require_alive()
         assert self._version >= 0, "nothing is generated before the first load"
         assert request.id not in self._requests, f"request {request.id} is in flight already"
-        accepted = _Request(request.id, self._continuation(request), DeltaStream())
+        accepted = _Request(request.id, self._continuation(request))
         self._requests[request.id] = accepted
         heapq.heappush(self._waiting, (request.priority, next(self._arrivals), accepted))
         self._wake()
@@ -174,6 +177,8 @@ class ReferenceEngine:
         try:
             while not over:
                 delta = await accepted.stream.get()
+                if isinstance(delta, EngineDied):
+                    raise delta
                 over = delta.finish_reason is not None
                 yield delta
         finally:
@@ -226,7 +231,7 @@ class ReferenceEngine:
         """Put the last delta into the request's stream: the tokens of ``sampled``, and its finish reason or "abort"."""
         finish = None if sampled is None else sampled.finish_reason
         request.ended = True
-        request.stream.put(
+        request.stream.put_nowait(
             TokenDelta(
                 tokens=[] if sampled is None else sampled.tokens,
                 logprobs=[] if sampled is None else sampled.logprobs,
@@ -300,7 +305,7 @@ class ReferenceEngine:
         if request.aborted or sampled.finish_reason is not None:
             self._end(request, sampled)
         elif sampled.tokens or sampled.routes:
-            request.stream.put(
+            request.stream.put_nowait(
                 TokenDelta(
                     tokens=sampled.tokens,
                     logprobs=sampled.logprobs,
