@@ -12,25 +12,33 @@ may be called.
 One or more *submissions*, requests to an engine, sample a response; each continues after the tokens of the earlier
 ones. The engine ends a response at stop tokens. The caller looks for stop strings, because an engine sees the tokens of
 one submission only, and calls ``abort`` when it finds one.
+
+LocalEngine is the base of the engines that have no process of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
+from asyncrl.core.errors import BroadcastFailed, EngineDied
 from asyncrl.core.truncation import Truncation
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.messages.token_sets import TokenSets
 from asyncrl.messages.weights import BroadcastPart
-from asyncrl.weights.held_version import HeldVersion
+from asyncrl.weights.held_version import HeldVersion, Layout, check_complete
+
+if TYPE_CHECKING:
+    from asyncrl.weights.broadcast import Receiver
 
 PauseMode = Literal["abort", "keep", "wait"]
 FIRST = -1
 """The highest priority: such a request runs before all others."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,3 +184,55 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """End the engine and everything that it started; does nothing if it is gone already."""
+
+
+class LocalEngine:
+    """Base of an engine that runs in the rollouter's process: its death, and its receiver of broadcasts."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.workers = 1
+        self.loaded_by_ipc = False
+        self._dead: EngineDied | None = None
+        """The error of every later call, once the engine is dead."""
+        self._receiver: Receiver | None = None
+        self._layout: Layout | None = None
+        """Layout of the last version loaded from staged weights; later versions must have the same."""
+
+    def _require_alive(self) -> None:
+        if self._dead is not None:
+            raise self._dead
+
+    async def wake(self) -> None:
+        self._require_alive()
+
+    async def accept(self, staged: HeldVersion) -> None:
+        self._require_alive()
+        if self._layout is not None:
+            check_complete(staged.version, staged.layout, self._layout)
+
+    async def close(self) -> None:
+        """Close the receiver, which ends a broadcast."""
+        if self._receiver is not None:
+            await asyncio.to_thread(self._receiver.close)
+            self._receiver = None
+
+    async def _receive(self, weights: BroadcastPart, take: Callable[[Iterator[Any]], T]) -> T:
+        """Receive a broadcast on a thread; returns what ``take`` makes there of the verified buckets, uint8 tensors."""
+
+        def receive() -> T:
+            # The import brings torch, which nothing else of the simulated engine needs.
+            from asyncrl.weights.broadcast import Receiver
+
+            receiver = self._receiver = self._receiver or Receiver()
+            if self._dead is not None:
+                # ``close`` ran before this receiver existed, so it did not close it.
+                receiver.close()
+            return take(receiver.receive(weights, worker=0))
+
+        try:
+            return await asyncio.to_thread(receive)
+        except BroadcastFailed:
+            # If the engine was closed, that ended the broadcast: raise EngineDied.
+            self._require_alive()
+            raise

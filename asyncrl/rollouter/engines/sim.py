@@ -13,32 +13,28 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
 
 import numpy as np
 import xxhash
 
 from asyncrl.config import Config
-from asyncrl.core.errors import BroadcastFailed, ConfigError, EngineDied
+from asyncrl.core.errors import ConfigError, EngineDied
 from asyncrl.messages.routes import SIMULATED
 from asyncrl.messages.weights import BroadcastPart
-from asyncrl.rollouter.engines.base import EngineLoad, GenerationRequest, PauseMode, TokenDelta
+from asyncrl.rollouter.engines.base import EngineLoad, GenerationRequest, LocalEngine, PauseMode, TokenDelta
 from asyncrl.rollouter.engines.sim_model import Batch, content
-from asyncrl.weights.held_version import HeldVersion, Layout, check_complete
-
-if TYPE_CHECKING:
-    from asyncrl.weights.broadcast import Receiver
+from asyncrl.weights.held_version import HeldVersion
 
 
-class SimEngine:
+class SimEngine(LocalEngine):
     """The simulated Engine; the rules are in the module's docstring."""
 
     def __init__(self, config: Config, name: str) -> None:
-        self.name = name
-        self.workers = 1
-        self.loaded_by_ipc = False
+        super().__init__(name)
         self._sim = config.rollout.sim
         self.returns_routes = self._sim.routes and config.learner.routes != "ignore"
         self._seed = config.run.seed
@@ -54,12 +50,8 @@ class SimEngine:
         self._drained: asyncio.Future[None] | None = None
         """Future of a pause that waits until no request runs."""
         self._paused = False
-        self._dead: EngineDied | None = None
-        self._receiver: Receiver | None = None
         self._checksum = ""
         """Checksum of the loaded version."""
-        self._layout: Layout | None = None
-        """Layout of the last version loaded from staged weights; later versions must have the same."""
 
     # --- life ---
 
@@ -78,13 +70,7 @@ class SimEngine:
 
     async def close(self) -> None:
         self._die("it was closed")
-        if self._receiver is not None:
-            await asyncio.to_thread(self._receiver.close)
-            self._receiver = None
-
-    def _require_alive(self) -> None:
-        if self._dead is not None:
-            raise self._dead
+        await super().close()
 
     def _die(self, reason: str) -> None:
         if self._dead is not None:
@@ -168,26 +154,13 @@ class SimEngine:
         self._require_alive()
         assert self._paused, "only a paused engine may sleep"
 
-    async def wake(self) -> None:
-        self._require_alive()
-
-    async def accept(self, staged: HeldVersion) -> None:
-        self._require_alive()
-        if self._layout is not None:
-            check_complete(staged.version, staged.layout, self._layout)
-
     async def load(self, weights: HeldVersion | BroadcastPart, *, recompute_kv: bool) -> None:
         self._require_alive()
         assert self._paused, "only a paused engine may load"
         if isinstance(weights, HeldVersion):
             self._layout = weights.layout
         else:
-            try:
-                await asyncio.to_thread(self._receive, weights)
-            except BroadcastFailed:
-                # If the engine was closed, that ended the broadcast: raise EngineDied.
-                self._require_alive()
-                raise
+            await self._receive(weights, partial(deque, maxlen=0))
             self._require_alive()
         await asyncio.sleep(self._sim.load_s)
         self._require_alive()
@@ -198,18 +171,6 @@ class SimEngine:
     async def checksum(self) -> str:
         self._require_alive()
         return self._checksum
-
-    def _receive(self, weights: BroadcastPart) -> None:
-        """Receive a broadcast, which verifies it."""
-        # The import brings torch, which nothing else of this engine needs.
-        from asyncrl.weights.broadcast import Receiver
-
-        receiver = self._receiver = self._receiver or Receiver()
-        if self._dead is not None:
-            # ``close`` ran before this receiver existed, so it did not close it.
-            receiver.close()
-        for _ in receiver.receive(weights, worker=0):
-            pass
 
     # --- time ---
 

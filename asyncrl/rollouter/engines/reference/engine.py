@@ -23,20 +23,19 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from asyncrl.config import Config
-from asyncrl.core.errors import AsyncRLError, BroadcastFailed, ConfigError, EngineDied
+from asyncrl.core.errors import AsyncRLError, ConfigError, EngineDied
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.messages.token_sets import TokenSets, make_sets
 from asyncrl.messages.weights import BroadcastPart
-from asyncrl.rollouter.engines.base import EngineLoad, GenerationRequest, PauseMode, TokenDelta
+from asyncrl.rollouter.engines.base import EngineLoad, GenerationRequest, LocalEngine, PauseMode, TokenDelta
 from asyncrl.rollouter.engines.reference.model import seed_of
 from asyncrl.rollouter.engines.vllm import model_folder
-from asyncrl.weights.held_version import HeldVersion, Layout, check_complete
+from asyncrl.weights.held_version import HeldVersion
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from asyncrl.rollouter.engines.reference.model import Continuation, Model, Sampled
-    from asyncrl.weights.broadcast import Receiver
 
 CLOSE_S = 10.0
 """Longest wait (s) of ``close`` for the computation that it has interrupted."""
@@ -63,14 +62,13 @@ class _Request:
     ended: bool = False
 
 
-class ReferenceEngine:
+class ReferenceEngine(LocalEngine):
     """The Engine that computes with transformers; the rules are in the module's docstring."""
 
     def __init__(self, config: Config, name: str) -> None:
         assert config.model.path is not None
-        self.name = name
-        self.workers = 1
-        self.returns_routes = self.loaded_by_ipc = False
+        super().__init__(name)
+        self.returns_routes = False
         self._config = config
         self._folder = config.model.path
         self._timeout_s = config.rollout.engine_timeout_s
@@ -78,7 +76,6 @@ class ReferenceEngine:
         self._interrupt = threading.Event()
         """Set to stop the thread's sampling after the token under way."""
         self._model: Model | None = None
-        self._receiver: Receiver | None = None
         self._requests: dict[str, _Request] = {}
         self._waiting: list[tuple[int, int, _Request]] = []
         """Heap (priority, arrival, request) of the requests that have not begun; some have ended since."""
@@ -95,10 +92,6 @@ class ReferenceEngine:
         self._admitting = True
         """Whether further requests may begin; False in a pause that waits for the begun one."""
         self._version = -1
-        self._layout: Layout | None = None
-        """Layout of the last version loaded from staged weights; later versions must have the same."""
-        self._dead: EngineDied | None = None
-        """The error of every later call, once the engine is dead."""
         self._runner: asyncio.Task[None] | None = None
 
     @property
@@ -133,9 +126,7 @@ class ReferenceEngine:
 
     async def close(self) -> None:
         self._die("it was closed")
-        if self._receiver is not None:
-            await asyncio.to_thread(self._receiver.close)
-            self._receiver = None
+        await super().close()
         if self._runner is not None:
             self._runner.cancel()
             await asyncio.wait([self._runner])
@@ -144,10 +135,6 @@ class ReferenceEngine:
         ending = asyncio.ensure_future(asyncio.to_thread(self._thread.shutdown))
         await asyncio.wait([ending], timeout=CLOSE_S)
         self._model = None
-
-    def _require_alive(self) -> None:
-        if self._dead is not None:
-            raise self._dead
 
     def _die(self, reason: str) -> EngineDied:
         """Declare the engine dead: interrupt the thread and fail every stream; returns the error.
@@ -388,14 +375,9 @@ class ReferenceEngine:
         assert self._paused, "only a paused engine may sleep"
         assert not self._requests, "a sleeping engine has no requests"
 
-    async def wake(self) -> None:
-        self._require_alive()
-
     async def accept(self, staged: HeldVersion) -> None:
-        self._require_alive()
-        if self._layout is not None:
-            check_complete(staged.version, staged.layout, self._layout)
-        else:
+        await super().accept(staged)
+        if self._layout is None:
             await asyncio.to_thread(model_folder.check_layout, staged, self._folder)
 
     async def load(self, weights: HeldVersion | BroadcastPart, *, recompute_kv: bool) -> None:
@@ -407,12 +389,7 @@ class ReferenceEngine:
         if isinstance(weights, HeldVersion):
             tensors = await asyncio.to_thread(_read, weights)
         else:
-            try:
-                tensors = await asyncio.to_thread(self._receive, weights)
-            except BroadcastFailed:
-                # If the engine was closed, that ended the broadcast: raise EngineDied.
-                self._require_alive()
-                raise
+            tensors = await self._receive(weights, lambda received: _unpack(received, weights))
         await self._compute(
             f"the load of version {version}", lambda: model.load(tensors, version), self._config.weights.deadline_s
         )
@@ -424,18 +401,6 @@ class ReferenceEngine:
                 request.continuation.forget()
             # A request without keys and values computes them all under the new weights, so it is not stale.
             request.stale = request.continuation.seen > 0
-
-    def _receive(self, weights: BroadcastPart) -> dict[str, Tensor]:
-        """Receive the tensors of a broadcast, by name. Runs on a thread."""
-        from asyncrl.weights.broadcast import Receiver
-        from asyncrl.weights.tensors import tensors_in
-
-        receiver = self._receiver = self._receiver or Receiver()
-        if self._dead is not None:
-            # ``close`` ran before this receiver existed, so it did not close it.
-            receiver.close()
-        received = zip(receiver.receive(weights, worker=0), weights.manifest.buckets, strict=True)
-        return _copies(named for memory, bucket in received for named in tensors_in(memory, bucket.tensors))
 
     async def checksum(self) -> str:
         self._require_alive()
@@ -451,6 +416,14 @@ def _read(staged: HeldVersion) -> dict[str, Tensor]:
     from asyncrl.weights.tensors import tensors_of
 
     return _copies(tensors_of(staged.manifest))
+
+
+def _unpack(received: Iterable[Tensor], weights: BroadcastPart) -> dict[str, Tensor]:
+    """Copy the tensors of a broadcast, by name. Runs on a thread."""
+    from asyncrl.weights.tensors import tensors_in
+
+    buckets = zip(received, weights.manifest.buckets, strict=True)
+    return _copies(named for memory, bucket in buckets for named in tensors_in(memory, bucket.tensors))
 
 
 def _joined(routes: list[np.ndarray]) -> np.ndarray | None:
