@@ -142,7 +142,7 @@ class World:
             renderer=self.renderer,
             tokenizer=self.tokenizer,
             stops=stops or Stops(),
-            policy=SimpleNamespace(generate=self.generate),
+            policy=self,
             hosts=self,
             metrics=EpisodeMetrics(self.counters, self.histograms),
             clock=self.clock,
@@ -157,10 +157,9 @@ class World:
         )
         self.events = GroupEvents(self.lease, self.clock.now, self.clock.wall).samples[0]
 
-    async def generate(self, lease, events, ids, response, key, watch):
+    async def generate(self, request):
         async with self.slots.take():
-            call = PolicyCall(self.manager, self.tokenizer, self.config, lease, events, watch)
-            await call.generate(ids, response, key)
+            await PolicyCall(self.manager, self.tokenizer, self.config, request).generate()
 
     def choose(self, at, **wishes):
         return self._choose(**wishes)

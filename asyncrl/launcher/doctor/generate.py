@@ -16,7 +16,7 @@ import asyncio
 import os
 import sys
 import tempfile
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, closing
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -43,14 +43,8 @@ from asyncrl.observe.samples import SampleGroup, SampleTrajectory
 from asyncrl.observe.state_ledger import StateLedger
 from asyncrl.rollouter.engines import engine_parsers, make_engine
 from asyncrl.rollouter.serving.engine_manager import EngineManager
-from asyncrl.rollouter.serving.generation import (
-    CallWatch,
-    PolicyCall,
-    Response,
-    SingleTurn,
-    TrajectoryFailed,
-)
-from asyncrl.rollouter.serving.group_events import CallEvents, GroupEvents
+from asyncrl.rollouter.serving.generation import PolicyCall, PolicyRequest, SingleTurn, TrajectoryFailed
+from asyncrl.rollouter.serving.group_events import GroupEvents
 from asyncrl.rpc.awaits import Awaits
 from asyncrl.rpc.services import Clock
 from asyncrl.text.chat.renderer import Renderer, make_renderer
@@ -198,18 +192,9 @@ class Generator:
             return await self._episode(lease)
         return await SingleTurn(self, self._stops, self.tokenizer).play(lease, events)
 
-    async def generate(
-        self,
-        lease: Lease,
-        events: CallEvents,
-        ids: Sequence[int],
-        response: Response,
-        key: str,
-        watch: CallWatch,
-    ) -> None:
-        """Answer a call of the policy: add sampled tokens to ``response``. The engine queues calls beyond its limit."""
-        call = PolicyCall(self._engine_manager, self.tokenizer, self._config, lease, events, watch)
-        await call.generate(ids, response, key)
+    async def generate(self, request: PolicyRequest) -> None:
+        """Answer a call of the policy. The engine queues calls beyond its limit."""
+        await PolicyCall(self._engine_manager, self.tokenizer, self._config, request).generate()
 
     async def _episode(self, lease: Lease) -> Trajectory:
         """Play an episode with the engine as its policy. Raises CannotPlay if it gives no trajectory."""

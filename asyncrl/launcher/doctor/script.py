@@ -11,13 +11,11 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.messages.episodes import Chat
-from asyncrl.messages.groups import Lease
 from asyncrl.text.chat.parsers import END_THINK, THINK, write_calls
 from asyncrl.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from asyncrl.rollouter.serving.generation import CallWatch, Response
-    from asyncrl.rollouter.serving.group_events import CallEvents
+    from asyncrl.rollouter.serving.generation import PolicyRequest
 
 MOST_CALLED = 4
 """The script calls at most so many tools; an agent may declare dozens."""
@@ -80,26 +78,18 @@ class ScriptedPolicy:
     def __init__(self, script: Script, tokenizer: Tokenizer) -> None:
         self._script, self._tokenizer = script, tokenizer
 
-    async def generate(
-        self,
-        lease: Lease,
-        events: CallEvents,
-        ids: Sequence[int],
-        response: Response,
-        key: str,
-        watch: CallWatch,
-    ) -> None:
-        """Fill ``response`` with the tokens of the script's answer, at once. ``ids`` are the prompt's tokens."""
-        request = asked.get()
+    async def generate(self, request: PolicyRequest) -> None:
+        """Fill the response with the tokens of the script's answer, at once."""
+        chat, response = asked.get(), request.response
         # The end of the prompt shows whether the template has opened the reasoning.
-        prompt = self._tokenizer.decode(ids[-64:], keep_special=True)
+        prompt = self._tokenizer.decode(request.ids[-64:], keep_special=True)
         thinking = prompt.rfind(THINK) > prompt.rfind(END_THINK)
-        text = self._script.answer(request.tools, stop=request.stop, thinking=thinking)
+        text = self._script.answer(chat.tools, stop=chat.stop, thinking=thinking)
         tokens = [*self._tokenizer.encode(text), *sorted(self._tokenizer.eos_ids)[:1]]
         response.submitted(0)
         room = response.remaining
         response.extend(tokens, [0.0] * len(tokens), self._tokenizer.decode)
-        watch.sampled(response)
+        request.watch.sampled(response)
         response.end_submission("stop" if len(tokens) <= room else "length")
 
 

@@ -30,7 +30,14 @@ from asyncrl.rollouter.episode.conversation import Conversation, Prompt
 from asyncrl.rollouter.episode.episode_metrics import EpisodeMetrics
 from asyncrl.rollouter.episode.hosts import EpisodeHosts
 from asyncrl.rollouter.episode.stages import Stages
-from asyncrl.rollouter.serving.generation import CallWatch, Phase, Response, TrajectoryFailed, TurnPolicy
+from asyncrl.rollouter.serving.generation import (
+    CallWatch,
+    Phase,
+    PolicyRequest,
+    Response,
+    TrajectoryFailed,
+    TurnPolicy,
+)
 from asyncrl.rollouter.serving.group_events import CallEvents, SampleEvents
 from asyncrl.rpc.services import Clock
 from asyncrl.text.chat.chat_messages import normalise_messages, normalise_tools
@@ -314,15 +321,16 @@ class Sessions:
                     events.prompted(prompt.cause, parent, len(prompt.ids), len(prompt.ids) - prompt.shared)
                     self.metrics.prompted(len(prompt.ids))
             assert call.response is not None
+            streamed = self._streamed_text(request, tools, call.response)
             await self._policy.generate(
-                session.lease,
-                events,
-                call.prompt.ids,
-                call.response,
-                call.key,
-                _SessionWatch(
-                    session, request, self._clock, self._hosts, self._streamed_text(request, tools, call.response)
-                ),
+                PolicyRequest(
+                    lease=session.lease,
+                    events=events,
+                    ids=call.prompt.ids,
+                    response=call.response,
+                    key=call.key,
+                    watch=_SessionWatch(session, request, self._clock, self._hosts, streamed),
+                )
             )
             parsed = await self._in_thread(self._renderer.parse, call.response.tokens, tools, options)
             reply = self._commit(session, call, request, parsed)

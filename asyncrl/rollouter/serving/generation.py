@@ -245,32 +245,35 @@ class CallWatch:
 UNWATCHED = CallWatch()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyRequest:
+    """A request to sample a continuation of ``ids`` into ``response``, after the tokens that it has."""
+
+    lease: Lease
+    events: CallEvents
+    ids: Sequence[int]
+    response: Response
+    key: str
+    """Name of the call in the run, which gives the seed of its noise."""
+    watch: CallWatch = UNWATCHED
+
+
 class PolicyCall:
     """One call of the policy: submits to the engine until the response is finished."""
 
-    def __init__(
-        self,
-        manager: EngineManager,
-        tokenizer: Tokenizer,
-        config: Config,
-        lease: Lease,
-        events: CallEvents,
-        watch: CallWatch = UNWATCHED,
-    ) -> None:
+    def __init__(self, manager: EngineManager, tokenizer: Tokenizer, config: Config, request: PolicyRequest) -> None:
         self._manager = manager
         self._tokenizer = tokenizer
         self._config = config
-        self._lease = lease
-        self._events, self._watch = events, watch
+        self._request = request
+        self._lease, self._watch = request.lease, request.watch
 
-    async def generate(self, ids: Sequence[int], response: Response, key: str) -> None:
-        """Sample a continuation of ``ids`` into ``response`` until it is finished, after the tokens that it has.
+    async def generate(self) -> None:
+        """Sample until the response is finished. Submits again after each abort, pause or death of an engine.
 
-        Submits again after each abort, pause or death of an engine. ``key`` names the call in the run and gives the
-        seed of its noise. Raises TrajectoryFailed. A cancelled call leaves its tokens in ``response`` and may be
-        repeated with it.
+        Raises TrajectoryFailed. A cancelled call leaves its tokens in the response and may be repeated.
         """
-        lease, stops = self._lease, response.stops
+        lease, response, key = self._lease, self._request.response, self._request.key
         while response.finish_reason is None:
             self._require_not_failed()
             self._watch.entered("queue" if self._manager.serves else "paused")
@@ -279,16 +282,16 @@ class PolicyCall:
                 self._require_not_failed()
                 self._watch.entered("engine")
                 response.submitted(version)
-                self._events.submitted(version, len(response.tokens))
+                self._request.events.submitted(version, len(response.tokens))
                 self._watch.submitted(version, self._manager.sleeps)
                 request = GenerationRequest(
                     id=f"{key}/{response.submissions}",
-                    prompt_ids=[*ids, *response.tokens],
+                    prompt_ids=[*self._request.ids, *response.tokens],
                     max_tokens=response.remaining,
                     temperature=lease.temperature,
                     truncation=lease.truncation,
                     seed=request_seed(self._config.run.seed, key) if self._config.rollout.request_seeds else None,
-                    stop_token_ids=stops.token_ids,
+                    stop_token_ids=response.stops.token_ids,
                     # Under keep_kv = "stale" a load does not drop the cache. The salt keeps new requests from using
                     # blocks of older weights.
                     cache_salt=f"v{version}",
@@ -297,7 +300,7 @@ class PolicyCall:
                     routed=response.known_routes,
                 )
                 died = not await self._submit(request, response)
-                self._events.ended(len(response.tokens), response.spans, response.finish_reason, died=died)
+                self._request.events.ended(len(response.tokens), response.spans, response.finish_reason, died=died)
 
     async def _submit(self, request: GenerationRequest, response: Response) -> bool:
         """Run one submission to its end and extend ``response``; returns False if the engine died before the end.
@@ -376,23 +379,14 @@ class ServedPolicy:
         self.places = Slots(config.episodes_open(self.slots.size))
         """Places for open episodes (admission.py)."""
 
-    async def generate(
-        self,
-        lease: Lease,
-        events: CallEvents,
-        ids: Sequence[int],
-        response: Response,
-        key: str,
-        watch: CallWatch,
-    ) -> None:
+    async def generate(self, request: PolicyRequest) -> None:
         """Wait for a slot of the engine, and make one call of the policy in it; see ``PolicyCall.generate``."""
         async with self.slots.take() as slot:
-            events.took_slot(self._trace.track(f"slot {slot}", FIRST_SLOT + slot))
+            request.events.took_slot(self._trace.track(f"slot {slot}", FIRST_SLOT + slot))
             try:
-                call = PolicyCall(self._manager, self.tokenizer, self._config, lease, events, watch)
-                await call.generate(ids, response, key)
+                await PolicyCall(self._manager, self.tokenizer, self._config, request).generate()
             finally:
-                events.left_slot()
+                request.events.left_slot()
 
     async def adapt(self, resized: Callable[[], None]) -> None:
         """Adapt the numbers of slots and places to the engine's load, for ever; calls ``resized`` after each change."""
@@ -418,16 +412,8 @@ class ServedPolicy:
 class TurnPolicy(Protocol):
     """The policy, as single turns and sessions call it; a ServedPolicy."""
 
-    async def generate(
-        self,
-        lease: Lease,
-        events: CallEvents,
-        ids: Sequence[int],
-        response: Response,
-        key: str,
-        watch: CallWatch,
-    ) -> None:
-        """Sample a continuation of ``ids`` into ``response``."""
+    async def generate(self, request: PolicyRequest) -> None:
+        """Answer a request."""
 
 
 class SingleTurn:
@@ -438,10 +424,16 @@ class SingleTurn:
 
     async def play(self, lease: Lease, events: SampleEvents) -> Trajectory:
         """Generate one response and return it as a trajectory. Raises TrajectoryFailed."""
-        call, sample = events.call(), events.sample
+        sample = events.sample
         response = Response(max_tokens=lease.max_tokens, stops=self._stops)
         await self._policy.generate(
-            lease, call, lease.prompt_ids.tolist(), response, f"{lease.uid}/{sample}/1", UNWATCHED
+            PolicyRequest(
+                lease=lease,
+                events=events.call(),
+                ids=lease.prompt_ids.tolist(),
+                response=response,
+                key=f"{lease.uid}/{sample}/1",
+            )
         )
         assert response.finish_reason is not None
         return Trajectory(

@@ -21,7 +21,7 @@ from asyncrl.messages.weights import Manifest
 from asyncrl.observe.state_ledger import StateLedger
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine
 from asyncrl.rollouter.serving.engine_manager import EngineManager
-from asyncrl.rollouter.serving.generation import PolicyCall, Response
+from asyncrl.rollouter.serving.generation import PolicyCall, PolicyRequest, Response
 from asyncrl.rollouter.serving.group_events import SampleEvents
 from asyncrl.rpc.awaits import Awaits
 from asyncrl.text.stops import resolve_stops
@@ -126,8 +126,9 @@ class Changing:
         )
         events = SampleEvents(lease.uid, number, LoopClock().now)
         response = Response(max_tokens=max_tokens, stops=resolve_stops(self.config.rollout, Letters()))
-        call = PolicyCall(self.manager, Letters(), self.config, lease, events.call())
-        await call.generate(prompt, response, f"{lease.uid}/{number}/1")
+        key = f"{lease.uid}/{number}/1"
+        request = PolicyRequest(lease=lease, events=events.call(), ids=prompt, response=response, key=key)
+        await PolicyCall(self.manager, Letters(), self.config, request).generate()
         return response
 
     async def run(self, *begin: int, max_tokens: int = 160) -> list[Response]:

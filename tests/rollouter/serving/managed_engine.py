@@ -82,18 +82,14 @@ class ManagedEngine:
         await self.manager.load(SimpleNamespace(version=version))
         await self.manager.commit()
 
-    def call(self, uid, tokens=8, sample=0, prompt=(5,), **changes):
-        """A lease and a call of the policy for it."""
+    def lease(self, uid, tokens=8, prompt=(5,), **changes):
         chosen = {"max_tokens": tokens, "prompt_ids": np.array(prompt, np.int32), "temperature": 1.0}
-        lease = replace(make_group(uid).lease, **chosen, **changes)
-        events = SampleEvents(uid, sample, asyncio.get_running_loop().time)
-        return lease, PolicyCall(self.manager, Letters(), self.config, lease, events.call())
+        return replace(make_group(uid).lease, **chosen, **changes)
+
+    async def generate(self, request):
+        await PolicyCall(self.manager, Letters(), self.config, request).generate()
 
     async def response(self, uid, tokens=8, sample=0, prompt=(5,), **changes):
-        lease, call = self.call(uid, tokens, sample, prompt, **changes)
         events = SampleEvents(uid, sample, asyncio.get_running_loop().time)
-        policy = SimpleNamespace(
-            generate=lambda lease, events, ids, response, key, watch: call.generate(ids, response, key)
-        )
         stops = Stops(strings=tuple(self.config.rollout.stop))
-        return await SingleTurn(policy, stops, Letters()).play(lease, events)
+        return await SingleTurn(self, stops, Letters()).play(self.lease(uid, tokens, prompt, **changes), events)

@@ -13,7 +13,8 @@ from virtual import run_virtual
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.serving.engine_manager import Reprefill
-from asyncrl.rollouter.serving.generation import Response
+from asyncrl.rollouter.serving.generation import PolicyRequest, Response
+from asyncrl.rollouter.serving.group_events import SampleEvents
 
 PROMPT = list(range(40))
 """Two whole blocks of the simulated prefix cache, of 16 tokens, and half of one."""
@@ -121,15 +122,17 @@ def test_i3_a_call_that_is_given_up_during_a_load_continues_after_another(keep_k
         world, response = ManagedEngine(simulated(on_update="keep", keep_kv=keep_kv)), Response(max_tokens=TOKENS)
         await world.manager.start()
         await world.load(0)
-        _, call = world.call("0-1", TOKENS)
-        given_up = asyncio.create_task(call.generate(PROMPT, response, "0-1/0/1"))
+        events = SampleEvents("0-1", 0, asyncio.get_running_loop().time)
+        lease, key = world.lease("0-1", TOKENS), "0-1/0/1"
+        request = PolicyRequest(lease=lease, events=events.call(), ids=PROMPT, response=response, key=key)
+        given_up = asyncio.create_task(world.generate(request))
         await until(lambda: len(response.tokens) == 10, "10 tokens")
         await world.load(1)
         await until(lambda: len(response.tokens) == 20, "10 more")
         given_up.cancel()
         await asyncio.wait([given_up])
         await world.load(2)
-        await call.generate(PROMPT, response, "0-1/0/1")
+        await world.generate(request)
         assert world.manager.running == 0
         await world.manager.close()
         return response.spans, world.manager.reprefill.tokens
