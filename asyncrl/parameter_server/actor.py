@@ -14,26 +14,22 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import xxhash
 
 from asyncrl.core.errors import InvalidRequest, VersionGone, WeightsCorrupt
-from asyncrl.messages import Done, Request
+from asyncrl.messages import Done, Message
 from asyncrl.messages.weights import (
     AnnounceBroadcast,
-    BroadcastState,
     Chunk,
     FetchChunk,
-    LoadAnswer,
     NextUpdate,
     Publish,
     Published,
     ReportSleep,
     ReportUpdate,
     RequestLoad,
-    UpdateAnswer,
     WatchBroadcast,
     WatchPublished,
 )
@@ -88,8 +84,8 @@ class ParameterServer(Actor):
     async def publish(self, request: Publish, caller: Caller) -> Done:
         """Hold a new version and assign it to replicas; a repeat changes nothing.
 
-        Raises VersionReused, and WeightsCorrupt if a segment cannot be opened. It is a coroutine, as
-        ``announce_broadcast`` is: both run as tasks, so it cannot overtake the announcement that came before it.
+        Raises VersionReused, and WeightsCorrupt if a segment cannot be opened. It is a coroutine, as ``ask`` is:
+        both run as tasks, so it cannot overtake the announcement that came before it.
         """
         manifest = request.manifest
         if not self._conductor.is_new(manifest.version):
@@ -118,25 +114,37 @@ class ParameterServer(Actor):
 
         return await self._parked_watch.until(lost, caller.park_s) or Published(held=True)
 
-    @handler
-    async def announce_broadcast(self, request: AnnounceBroadcast, caller: Caller) -> BroadcastState:
-        """Park the call until all members are paused for the broadcast, or it is called off."""
-        state: BroadcastState = await self._answer(request, caller)
-        return state
+    # --- questions for the conductor ---
 
     @handler
-    async def watch_broadcast(self, request: WatchBroadcast, caller: Caller) -> BroadcastState:
-        """Park the call until the broadcast is over. With an error, end it for all who have not committed."""
-        state: BroadcastState = await self._answer(request, caller)
-        return state
+    async def ask(
+        self, request: AnnounceBroadcast | WatchBroadcast | NextUpdate | RequestLoad, caller: Caller
+    ) -> Message:
+        """Pass a request to the conductor as a question, and park the call until the question has an answer.
+
+        An announcement waits until all members are paused for the broadcast, or it is called off. A watch waits until
+        the broadcast is over; with an error, it ends the broadcast for all who have not committed. A replica waits for
+        a newer version than the one that it serves, and then until it may load that version.
+
+        Returns the empty reply, which means "ask again", if the caller's parking time is over or the caller has asked
+        another question since. A cancelled call withdraws the question, which ends the replica's update.
+        """
+        same_host = isinstance(request, NextUpdate) and request.host == host_id()
+        question = self._conductor.ask(caller.name, caller.incarnation, request, self._now(), same_host=same_host)
+        self._apply_effects()
+        try:
+            answer = await self._lots[caller.name].until(
+                lambda: self._conductor.answer(question, self._now()), caller.park_s
+            )
+        except asyncio.CancelledError:
+            self._conductor.withdrew(question, self._now())
+            self._apply_effects()
+            raise
+        self._conductor.answered(question, self._now())
+        self._apply_effects()
+        return request.reply() if answer is None else answer
 
     # --- replicas ---
-
-    @handler
-    async def next_update(self, request: NextUpdate, caller: Caller) -> UpdateAnswer:
-        """Park the call until the conductor assigns the replica a newer version than the one that it serves."""
-        answer: UpdateAnswer = await self._answer(request, caller, same_host=request.host == host_id())
-        return answer
 
     @handler
     def fetch_chunk(self, request: FetchChunk, caller: Caller) -> Chunk:
@@ -146,12 +154,6 @@ class ParameterServer(Actor):
         self.counters.add("weights/bytes_served", request.size)
         self.progress()
         return chunk
-
-    @handler
-    async def request_load(self, request: RequestLoad, caller: Caller) -> LoadAnswer:
-        """Park the call until the replica may load the version, or its broadcast is called off."""
-        reply: LoadAnswer = await self._answer(request, caller)
-        return reply
 
     @handler
     def report_update(self, request: ReportUpdate, caller: Caller) -> Done:
@@ -203,26 +205,6 @@ class ParameterServer(Actor):
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
-
-    async def _answer(self, request: Request, caller: Caller, *, same_host: bool = False) -> Any:
-        """Pass a request to the conductor as a question, and park the call until the question has an answer.
-
-        Returns the empty reply, which means "ask again", if the caller's parking time is over or the caller has asked
-        another question since. A cancelled call withdraws the question, which ends the replica's update.
-        """
-        question = self._conductor.ask(caller.name, caller.incarnation, request, self._now(), same_host=same_host)
-        self._apply_effects()
-        try:
-            answer = await self._lots[caller.name].until(
-                lambda: self._conductor.answer(question, self._now()), caller.park_s
-            )
-        except asyncio.CancelledError:
-            self._conductor.withdrew(question, self._now())
-            self._apply_effects()
-            raise
-        self._conductor.answered(question, self._now())
-        self._apply_effects()
-        return request.reply() if answer is None else answer
 
     def _apply_effects(self) -> None:
         """Apply the effects of a change in the conductor: log, wake calls, close versions, note the time."""

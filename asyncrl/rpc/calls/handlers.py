@@ -1,6 +1,6 @@
 """Typed handlers: which method of an actor serves which message, and the caller that it is given.
 
-A method serves the message type that annotates its parameter ``request``.
+A method serves the message type that annotates its parameter ``request``, or each type of a union.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Handler:
 
 
 def handler(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a method ``(self, request: SomeMessage, caller: Caller)`` as the handler of SomeMessage.
+    """Mark a method ``(self, request: SomeMessage, caller: Caller)`` as the handler of SomeMessage, or of a union.
 
     A plain method runs in the receive callback and must not block; it returns the reply, or a future of it. An async
     one runs as a task. The future or the task is cancelled when the caller cancels or its deadline is over.
@@ -80,15 +80,16 @@ def handlers_of(owner: object) -> dict[str, Handler]:
         function = getattr(type(owner), name, None)
         if not getattr(function, "__asyncrl_handler__", False):
             continue
-        request = typing.get_type_hints(function)["request"]
         bound: Callable[[Any, Caller], Any | Awaitable[Any]] = getattr(owner, name)
-        answered = issubclass(request, Request)
-        handlers[request.__name__] = Handler(
-            bound,
-            request,
-            inspect.iscoroutinefunction(function),
-            idempotent=not answered or request.idempotent,
-            answered=answered,
-            senders=senders_of(request),
-        )
+        hint = typing.get_type_hints(function)["request"]
+        for request in typing.get_args(hint) or (hint,):
+            answered = issubclass(request, Request)
+            handlers[request.__name__] = Handler(
+                bound,
+                request,
+                inspect.iscoroutinefunction(function),
+                idempotent=not answered or request.idempotent,
+                answered=answered,
+                senders=senders_of(request),
+            )
     return handlers
