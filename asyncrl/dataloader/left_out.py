@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from asyncrl.config.training import PromptsConfig
 from asyncrl.core.errors import DataError
+
+if TYPE_CHECKING:
+    from asyncrl.dataloader.prompts import PromptSet
 
 LISTED_PROBLEMS = 5
 """Most places of further bad rows in an error."""
@@ -51,63 +53,51 @@ def nothing_usable(source: str, first_bad: str) -> TooFewUsable:
     return TooFewUsable("holds no row", path=source, fix="put the prompts there, or set another path")
 
 
-@dataclass(frozen=True, slots=True)
-class LeftOut:
-    """The rows and prompts that are left out of a set with so many ``prompts``."""
+def too_few_usable(prompts: PromptSet, path: str) -> TooFewUsable | None:
+    """The error of a set if no prompt, or too small a share of its rows, can be used; else None."""
+    config, (tokens, place) = prompts.config, prompts.longest
+    count, oversize, skipped = len(prompts), len(prompts.oversize), prompts.skipped
+    rows, left_out = count + skipped, oversize + skipped
+    if not count:
+        return nothing_usable(path, prompts.first_skipped)
+    if oversize == count:
+        over = f"data.max_prompt_tokens = {config.max_prompt_tokens}; the longest has {tokens} tokens"
+        fix = "raise data.max_prompt_tokens, or shorten the prompts"
+        return TooFewUsable(f"every prompt is over {over}", path=path, fix=fix)
+    if left_out <= config.max_left_out_fraction * rows:
+        return None
+    parts, mends = [], []
+    if oversize:
+        over = f"{oversize:,} have more than data.max_prompt_tokens = {config.max_prompt_tokens} tokens"
+        parts.append(f"{over} (the longest has {tokens}: {place})")
+        mends.append("raise data.max_prompt_tokens or shorten the prompts")
+    if skipped:
+        parts.append(f"{skipped:,} cannot be used (the first: {prompts.first_skipped})")
+        mends.append("mend the rows")
+    return TooFewUsable(
+        f"{_share(left_out, rows)} rows are left out, more than data.max_left_out_fraction = "
+        f"{config.max_left_out_fraction:g} allows: {'; '.join(parts)}",
+        path=path,
+        fix=f"{'; '.join(mends)}; or raise data.max_left_out_fraction if the rest is enough",
+    )
 
-    config: PromptsConfig
-    prompts: int
-    """Number of prompts, those over max_prompt_tokens included."""
-    oversize: int
-    longest: tuple[int, str]
-    """Number of tokens of the longest prompt, and its FILE:LINE."""
-    skipped: int
-    """Number of bad rows."""
-    first_skipped: str
-    """FILE:LINE and problem of the first bad row; "" without one."""
 
-    def error(self, path: str) -> TooFewUsable | None:
-        """The error of a set if no prompt, or too small a share of its rows, can be used; else None."""
-        config, (tokens, place) = self.config, self.longest
-        rows, left_out = self.prompts + self.skipped, self.oversize + self.skipped
-        if not self.prompts:
-            return nothing_usable(path, self.first_skipped)
-        if self.oversize == self.prompts:
-            over = f"data.max_prompt_tokens = {config.max_prompt_tokens}; the longest has {tokens} tokens"
-            fix = "raise data.max_prompt_tokens, or shorten the prompts"
-            return TooFewUsable(f"every prompt is over {over}", path=path, fix=fix)
-        if left_out <= config.max_left_out_fraction * rows:
-            return None
-        parts, mends = [], []
-        if self.oversize:
-            over = f"{self.oversize:,} have more than data.max_prompt_tokens = {config.max_prompt_tokens} tokens"
-            parts.append(f"{over} (the longest has {tokens}: {place})")
-            mends.append("raise data.max_prompt_tokens or shorten the prompts")
-        if self.skipped:
-            parts.append(f"{self.skipped:,} cannot be used (the first: {self.first_skipped})")
-            mends.append("mend the rows")
-        return TooFewUsable(
-            f"{_share(left_out, rows)} rows are left out, more than data.max_left_out_fraction = "
-            f"{config.max_left_out_fraction:g} allows: {'; '.join(parts)}",
-            path=path,
-            fix=f"{'; '.join(mends)}; or raise data.max_left_out_fraction if the rest is enough",
+def remarks(prompts: PromptSet, key: str) -> list[Remark]:
+    """Messages about the left-out rows of a usable set; ``key`` is the set's configuration key."""
+    count, oversize, skipped = len(prompts), len(prompts.oversize), prompts.skipped
+    found = []
+    if skipped:
+        share = _share(skipped, skipped + count)
+        detail = f'{share} rows cannot be used and are left out ({key}.on_bad_row = "skip")'
+        found.append(Remark("bad_rows", f"{detail}; the first: {prompts.first_skipped}", "mend them, or leave it so"))
+    if oversize:
+        tokens, place = prompts.longest
+        detail = (
+            f"{_share(oversize, count)} prompts have more than {key}.max_prompt_tokens = "
+            f"{prompts.config.max_prompt_tokens} tokens and are left out; the longest has {tokens} ({place})"
         )
-
-    def remarks(self, key: str) -> list[Remark]:
-        """Messages about the left-out rows of a usable set; ``key`` is the set's configuration key."""
-        found = []
-        if self.skipped:
-            share = _share(self.skipped, self.skipped + self.prompts)
-            detail = f'{share} rows cannot be used and are left out ({key}.on_bad_row = "skip")'
-            found.append(Remark("bad_rows", f"{detail}; the first: {self.first_skipped}", "mend them, or leave it so"))
-        if self.oversize:
-            tokens, place = self.longest
-            detail = (
-                f"{_share(self.oversize, self.prompts)} prompts have more than {key}.max_prompt_tokens = "
-                f"{self.config.max_prompt_tokens} tokens and are left out; the longest has {tokens} ({place})"
-            )
-            found.append(Remark("too_long", detail, f"raise {key}.max_prompt_tokens, shorten them, or leave it so"))
-        return found
+        found.append(Remark("too_long", detail, f"raise {key}.max_prompt_tokens, shorten them, or leave it so"))
+    return found
 
 
 def _share(count: int, total: int) -> str:

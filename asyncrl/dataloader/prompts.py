@@ -38,7 +38,15 @@ from asyncrl.data.rows import (
 )
 from asyncrl.dataloader.evals import EvalPrompt
 from asyncrl.dataloader.lease_book import PromptLease
-from asyncrl.dataloader.left_out import LISTED_PROBLEMS, MEND, BadRow, LeftOut, bad_rows, nothing_usable
+from asyncrl.dataloader.left_out import (
+    LISTED_PROBLEMS,
+    MEND,
+    BadRow,
+    bad_rows,
+    nothing_usable,
+    remarks,
+    too_few_usable,
+)
 from asyncrl.dataloader.prompt_queue import PromptSource
 from asyncrl.dataloader.sources import hf, missing_column, parquet, reasoning_gym, synthetic
 from asyncrl.messages.groups import Lease
@@ -222,17 +230,19 @@ class PromptSet:
     def __init__(
         self, dataset: Dataset, config: PromptsConfig, tokenizer: Tokenizer, run: Config | None = None
     ) -> None:
+        self.config = config
         self.fingerprint = ""
         """Fingerprint of the prompts so far."""
         self.skipped = dataset.skipped
         """Number of bad rows."""
+        self.first_skipped = dataset.first_skipped
+        """FILE:LINE and problem of the first bad row; "" without one."""
         self.oversize: set[int] = set()
         """Indices of the prompts over max_prompt_tokens, which are never leased."""
         self.longest = (0, "")
         """Number of tokens of the longest prompt, and its FILE:LINE."""
         self.place = ""
         """FILE:LINE of the last row that was tokenized."""
-        self._first_skipped = dataset.first_skipped
         self._rows = dataset.rows
         """All rows; emptied once all are tokenized."""
         self._tokenized = 0
@@ -240,7 +250,6 @@ class PromptSet:
         self._digest = Fingerprint()
         self._prefixes: list[str] = []
         """Fingerprint of the prompts up to each one, if the file of the set grows."""
-        self._config = config
         self._encoder = PromptEncoder(tokenizer, config, run)
         self._prompts: list[tuple[np.ndarray, str, bytes]] = []
         """Tokens, text and packed row of each prompt, by index."""
@@ -264,7 +273,7 @@ class PromptSet:
         self._tokenized += len(rows)
         if self._tokenized < len(self._rows):
             return False
-        if error := self.left_out.error(self._rows[0].path):
+        if error := too_few_usable(self, self._rows[0].path):
             raise error
         self._rows = []
         return True
@@ -276,7 +285,7 @@ class PromptSet:
         """
         for raw in raw_rows:
             try:
-                self._add(check_row(raw, self._config))
+                self._add(check_row(raw, self.config))
             except BadRow as problem:
                 self._skip(raw, problem)
 
@@ -296,28 +305,22 @@ class PromptSet:
         if not ids:
             raise BadRow("the prompt has no tokens")
         self.longest = max(self.longest, (len(ids), self.place), key=lambda found: found[0])
-        if len(ids) > self._config.max_prompt_tokens:
+        if len(ids) > self.config.max_prompt_tokens:
             # The prompt keeps its index, so that max_prompt_tokens moves no other prompt in the order. It is never
             # leased, so its tokens are dropped.
             self.oversize.add(len(self))
             ids, text = [], ""
         self.fingerprint = self._digest.add(row)
-        if follows(self._config):
+        if follows(self.config):
             self._prefixes.append(self.fingerprint)
         self._prompts.append((np.array(ids, np.int32), text, row.packed))
 
     def _skip(self, row: RawRow | DataRow, problem: BadRow) -> None:
         """Count a bad row; raises DataError under ``data.on_bad_row = "error"``."""
-        if self._config.on_bad_row == "error":
+        if self.config.on_bad_row == "error":
             raise DataError(str(problem), path=row.path, line=row.line, fix=MEND) from None
         self.skipped += 1
-        self._first_skipped = self._first_skipped or f"{row.path}:{row.line}: {problem}"
-
-    @property
-    def left_out(self) -> LeftOut:
-        """The rows and prompts that are left out."""
-        oversize = len(self.oversize)
-        return LeftOut(self._config, len(self), oversize, self.longest, self.skipped, self._first_skipped)
+        self.first_skipped = self.first_skipped or f"{row.path}:{row.line}: {problem}"
 
     @property
     def admissible(self) -> tuple[int, ...]:
@@ -400,7 +403,7 @@ class RunPrompts:
             bad_rows=prompts.skipped,
             fingerprint=prompts.fingerprint,
         )
-        for remark in prompts.left_out.remarks(key):
+        for remark in remarks(prompts, key):
             services.notify(f"{remark.kind}/{key}", f"{key}: {remark.detail}. To do: {remark.fix}")
         return prompts
 

@@ -11,7 +11,7 @@ import pytest
 from asyncrl.config.training import DataConfig
 from asyncrl.core.errors import DataError
 from asyncrl.data.rows import RawRow
-from asyncrl.dataloader.left_out import Remark
+from asyncrl.dataloader.left_out import Remark, remarks
 from asyncrl.dataloader.prompts import PromptSet, collect
 from asyncrl.text.tokenizer import ByteTokenizer, load_tokenizer
 
@@ -32,7 +32,7 @@ def test_prompts_are_tokenized_in_batches_and_each_row_is_a_copy() -> None:
     assert bytes(ids.tolist()).decode() == text == "twö"
     row["n"] = "changed"
     assert prompts.prompt(1)[2] == {"prompt": "twö", "n": 2}
-    assert prompts.left_out.remarks("data") == []
+    assert remarks(prompts, "data") == []
 
 
 def test_prompts_over_the_limit_with_their_template_are_kept_apart() -> None:
@@ -42,9 +42,7 @@ def test_prompts_over_the_limit_with_their_template_are_kept_apart() -> None:
     assert (prompts.oversize, prompts.admissible) == ({1}, (0, 2))
     reported = "1 of 3 (33 %) prompts have more than eval.a.data.max_prompt_tokens = 40 tokens and are left out"
     fix = "raise eval.a.data.max_prompt_tokens, shorten them, or leave it so"
-    assert prompts.left_out.remarks("eval.a.data") == [
-        Remark("too_long", f"{reported}; the longest has 67 (d.jsonl:2)", fix)
-    ]
+    assert remarks(prompts, "eval.a.data") == [Remark("too_long", f"{reported}; the longest has 67 (d.jsonl:2)", fix)]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +106,7 @@ def test_a_prompt_that_cannot_be_tokenized_is_left_out_if_configured() -> None:
     while not prompts.tokenize(2):
         pass
     assert [prompts.prompt(index)[1] for index in prompts.admissible] == good
-    (remark,) = prompts.left_out.remarks("data")
+    (remark,) = remarks(prompts, "data")
     assert remark.kind == "bad_rows" and prompts.skipped == 2
     reported = (
         '2 of 5 (40 %) rows cannot be used and are left out (data.on_bad_row = "skip"); the first: d.jsonl:2: chat'

@@ -28,7 +28,7 @@ from asyncrl.config.training import PromptsConfig
 from asyncrl.core.errors import ConfigError, DataError
 from asyncrl.core.printable import printable
 from asyncrl.data.rows import RawRow
-from asyncrl.dataloader.left_out import BadRow, TooFewUsable
+from asyncrl.dataloader.left_out import BadRow, TooFewUsable, remarks
 from asyncrl.dataloader.prompts import PromptSet, check_row, collect, follows, open_source, unpack
 from asyncrl.launcher.checks.findings import Finding, KnownPrompts, fail, ok, warn
 from asyncrl.launcher.checks.model import window_of
@@ -251,7 +251,7 @@ def _check_set(
         text = "; ".join(problem.removeprefix("data.template: ") for problem in error.problems)
         fix = "take a model that has one, or put chat_template.jinja into its folder"
         return [fail("data", text, fix, key=f"{key}.template")]
-    warnings = [warn("data", remark.detail, remark.fix, key=key) for remark in prompts.left_out.remarks(key)]
+    warnings = [warn("data", remark.detail, remark.fix, key=key) for remark in remarks(prompts, key)]
     is_plain = data.template == "plain" and config.model.path is not None
     ignores_template = is_plain and tokenizer.template_text(with_tools=False) is not None
     shown = _first_prompt(key, prompts, ignores_template=ignores_template)
