@@ -64,9 +64,8 @@ class Play:
         last = max(known, key=lambda each: len(each.messages), default=None)
         answer = Answer([], len(self.answers))
         if last is not None and last.response is not None:
-            finish = last.response.finish_reason or "stop"
             tail = asked[len(last.messages) :]
-            context = self._renderer.extension(tail, (), {}, last_ids=last.response.tokens, finish=finish)
+            context = self._renderer.extension(tail, (), {}, last_ids=last.response.tokens)
             assert context is not None, "the template allows it"
             answer.path, answer.context = [*last.path, answer], context
         else:

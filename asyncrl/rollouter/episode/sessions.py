@@ -364,9 +364,7 @@ class Sessions:
             parent = resolved.parent
             assert parent is not None
             extension = await self._in_thread(
-                lambda: renderer.extension(
-                    resolved.tail, tools, options, last_ids=parent.ids.tolist(), finish=parent.finish
-                )
+                lambda: renderer.extension(resolved.tail, tools, options, last_ids=parent.ids.tolist())
             )
             if extension is not None:
                 return conversation.extend(resolved, extension)

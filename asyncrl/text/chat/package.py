@@ -15,7 +15,6 @@ from typing import Any
 
 from asyncrl.config.episode import ChatConfig
 from asyncrl.core.errors import ChatRefused, ConfigError
-from asyncrl.messages import FinishReason
 from asyncrl.text.chat.chat_messages import Message, Tool
 from asyncrl.text.chat.parsers import Parsed, make_call
 from asyncrl.text.chat.probe import TOOLS, Shape, TurnCheck, example, make_report
@@ -55,13 +54,7 @@ class PackageRenderer:
         return self._ids(messages, tools, options, generate=True)
 
     def extension(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool],
-        options: Mapping[str, Any],
-        *,
-        last_ids: Sequence[int],
-        finish: FinishReason,
+        self, messages: Sequence[Message], tools: Sequence[Tool], options: Mapping[str, Any], *, last_ids: Sequence[int]
     ) -> list[int] | None:
         """See Renderer. The package bridges from a made-up question and the answer to the new messages.
 
@@ -170,7 +163,7 @@ class PackageRenderer:
             ends = [index for index in range(len(prompt), len(answered)) if answered[index] in self._ends]
             # An answer that was cut lacks the token that ends it.
             sampled = answered[len(prompt) : ends[0] + shape.ended] if ends else answered[len(prompt) :]
-            extended = self.extension(tail, tools, {}, last_ids=sampled, finish="stop" if shape.ended else "length")
+            extended = self.extension(tail, tools, {}, last_ids=sampled)
         except ChatRefused as error:
             return TurnCheck("refused", error.problem)
         if extended is None:

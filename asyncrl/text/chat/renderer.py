@@ -19,7 +19,6 @@ from typing import Any, Protocol
 from asyncrl.config import Config
 from asyncrl.config.episode import OWN_REASONING_PARSERS, OWN_TOOL_PARSERS, ChatConfig
 from asyncrl.core.errors import ChatRefused
-from asyncrl.messages import FinishReason
 from asyncrl.text.chat.chat_messages import Message, Tool, normalise_tools
 from asyncrl.text.chat.package import PackageRenderer
 from asyncrl.text.chat.parsers import (
@@ -66,19 +65,12 @@ class Renderer(Protocol):
         """Render messages to the tokens of a context that ends with the generation prompt. Raises ChatRefused."""
 
     def extension(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool],
-        options: Mapping[str, Any],
-        *,
-        last_ids: Sequence[int],
-        finish: FinishReason,
+        self, messages: Sequence[Message], tools: Sequence[Tool], options: Mapping[str, Any], *, last_ids: Sequence[int]
     ) -> list[int] | None:
         """Return the extension after a sampled answer: the seam, ``messages``, and the generation prompt.
 
-        ``last_ids`` are all tokens of the answer, and ``finish`` is the reason of its end. ``messages`` follow it, none
-        of them by the assistant. None if an extension would not be exact: the caller must then render the whole
-        conversation. Raises ChatRefused.
+        ``last_ids`` are all tokens of the answer. ``messages`` follow it, none of them by the assistant. None if an
+        extension would not be exact: the caller must then render the whole conversation. Raises ChatRefused.
         """
 
     def answer(
@@ -127,13 +119,7 @@ class TemplateRenderer:
         return self._template.ids(self._template.text(messages, tools, options))
 
     def extension(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool],
-        options: Mapping[str, Any],
-        *,
-        last_ids: Sequence[int],
-        finish: FinishReason,
+        self, messages: Sequence[Message], tools: Sequence[Tool], options: Mapping[str, Any], *, last_ids: Sequence[int]
     ) -> list[int] | None:
         """See Renderer. Renders a made-up answer of the same kind, and takes what the template writes after it."""
         assert all(message["role"] != "assistant" for message in messages)

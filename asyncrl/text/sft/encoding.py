@@ -157,7 +157,7 @@ def _lay_out(
         if not number:
             raise ChatRefused("messages[0]", "is an answer to nothing")
         between = messages[last_at + 1 : number]
-        context = renderer.extension(between, tools, {}, last_ids=last_answer, finish="stop") if last_at >= 0 else None
+        context = renderer.extension(between, tools, {}, last_ids=last_answer) if last_at >= 0 else None
         if context is None:
             if trained:
                 sequences.append(_encoded(ids, trained))

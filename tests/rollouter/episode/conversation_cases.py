@@ -47,7 +47,7 @@ class ChatML:
             ids += self._message(message, thinking=index > last_user or not self.strips_thinking)
         return [*ids, *self._begin("assistant")]
 
-    def extension(self, messages, tools, options, *, last_ids, finish):
+    def extension(self, messages, tools, options, *, last_ids):
         if self.strips_thinking and THINK in last_ids and any(m["role"] == "user" for m in messages):
             return None
         seam = [*self.seam]
@@ -141,9 +141,7 @@ class Player:
         extension = None
         if resolved.extends:
             parent = resolved.parent
-            extension = self.renderer.extension(
-                resolved.tail, tools, options, last_ids=parent.ids.tolist(), finish=parent.finish
-            )
+            extension = self.renderer.extension(resolved.tail, tools, options, last_ids=parent.ids.tolist())
         if extension is not None:
             prompt = self.conversation.extend(resolved, extension)
         else:

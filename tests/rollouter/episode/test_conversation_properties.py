@@ -136,9 +136,7 @@ def every_path_holds_the_submitted_and_sampled_tokens(player):
             assert messages[: len(asked) + 1] == [*asked, parent.for_template()]
         if call.extension:
             last = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
-            extension = player.renderer.extension(
-                messages[last + 1 :], call.tools, {}, last_ids=parent.ids.tolist(), finish=parent.finish
-            )
+            extension = player.renderer.extension(messages[last + 1 :], call.tools, {}, last_ids=parent.ids.tolist())
             assert call.submitted == [*parent.path_ids().tolist(), *extension]
         else:
             assert call.submitted == player.renderer.render(messages, call.tools, {})

@@ -52,7 +52,7 @@ def test_the_package_renders_like_the_template_and_extends_as_the_family_allows(
     assert (package.report.end, package.report.seam) == ("<|im_end|>", "\n")
     result = [{"role": "tool", "content": "r", "tool_call_id": "c"}]
     ids = [*tokenizer_of(config_of(model)).encode(CALL), END]
-    given = {"tools": TOOLS, "options": {}, "last_ids": ids, "finish": "stop"}
+    given = {"tools": TOOLS, "options": {}, "last_ids": ids}
     expected = "\n<|im_start|>user\n<tool_response>\nr\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     assert text(package.extension(result, **given), keep_special=True) == expected
     assert package.extension(result, **given) == template.extension(result, **given)

@@ -20,9 +20,9 @@ NEXT = [{"role": "user", "content": "And then?"}]
 END = id_of("<|im_end|>")
 
 
-def extended(model, text, *ends, messages=NEXT, tools=(), options=None, finish="stop"):
+def extended(model, text, *ends, messages=NEXT, tools=(), options=None):
     ids = model.sampled(text, *ends)
-    found = model.renderer.extension(messages, tools, options or {}, last_ids=ids, finish=finish)
+    found = model.renderer.extension(messages, tools, options or {}, last_ids=ids)
     return found if found is None else model.text(found)
 
 
@@ -32,14 +32,14 @@ QUESTION = "<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n"
 def test_the_renderer_learns_the_seam_and_the_end_of_a_cut_answer(family):
     model = Spoken(family("chatml"))
     assert extended(model, "Hello", END) == f"\n{QUESTION}"
-    assert extended(model, "Hel", finish="length") == f"<|im_end|>\n{QUESTION}"
+    assert extended(model, "Hel") == f"<|im_end|>\n{QUESTION}"
     assert (model.renderer.report.end, model.renderer.report.seam) == ("<|im_end|>", "\n")
     # A message with the word by which the seam was learnt is no part of the answer.
     quoting = [{"role": "user", "content": f"What is {ANSWER}?"}, *NEXT]
     assert extended(model, "Hello", END, messages=quoting) is None
     # Nothing new, and nothing sampled.
-    assert model.renderer.extension([], [], {}, last_ids=[END], finish="stop") is None
-    assert model.renderer.extension(NEXT, [], {}, last_ids=[], finish="length") is None
+    assert model.renderer.extension([], [], {}, last_ids=[END]) is None
+    assert model.renderer.extension(NEXT, [], {}, last_ids=[]) is None
 
 
 def test_a_last_message_with_a_different_frame_shows_no_seam(tmp_path):
@@ -60,15 +60,15 @@ def test_only_the_end_token_of_the_template_extends_an_answer(tmp_path):
     found = {case.case: case.verdict for case in other.renderer.report.cases}
     assert found.pop("cut by length") == "extend" and set(found.values()) == {"fork"}
     assert extended(other, "Hello", id_of("<|endoftext|>")) is None
-    assert extended(other, "Hel", finish="length") == f"<|im_end|>\n{QUESTION}"
+    assert extended(other, "Hel") == f"<|im_end|>\n{QUESTION}"
     assert any("'<|im_end|>'" in note and "rollout.stop" in note for note in other.renderer.report.notes)
 
 
 def test_an_answer_cut_in_its_reasoning_is_closed(family):
     model = Spoken(family("qwen3"))
-    assert extended(model, "<think>\nwell", finish="length") == f"\n</think>\n\n<|im_end|>\n{QUESTION}"
+    assert extended(model, "<think>\nwell") == f"\n</think>\n\n<|im_end|>\n{QUESTION}"
     assert extended(model, "<think>\nwell", END) is None
-    assert extended(Spoken(family("qwen3"), history="template"), "<think>\nwell", finish="length") is None
+    assert extended(Spoken(family("qwen3"), history="template"), "<think>\nwell") is None
 
 
 def test_each_option_of_a_call_has_its_own_verdict(family):
@@ -217,7 +217,7 @@ def test_several_threads_may_render_at_a_time(family):
         answer = model.sampled(f"answer {number}", END)
         return (
             ids,
-            model.renderer.extension(NEXT, tools, {"n": number}, last_ids=answer, finish="stop"),
+            model.renderer.extension(NEXT, tools, {"n": number}, last_ids=answer),
             model.renderer.parse(answer, tools),
         )
 

@@ -83,13 +83,13 @@ def test_an_extended_conversation_equals_a_single_render(name, steps, tools, mod
             return
         if whole[: len(asked)] != asked or end not in whole[len(asked) :]:
             answered = model.sampled("xyz", end)
-            assert renderer.extension(tail, given_tools, {}, last_ids=answered, finish="stop") is None
+            assert renderer.extension(tail, given_tools, {}, last_ids=answered) is None
             continue
         answered = whole[len(asked) : whole.index(end, len(asked)) + 1]
-        extended = renderer.extension(tail, given_tools, {}, last_ids=answered, finish="stop")
+        extended = renderer.extension(tail, given_tools, {}, last_ids=answered)
         if extended is not None:
             assert asked + answered + extended == whole
-        cut = renderer.extension(tail, given_tools, {}, last_ids=answered[:-1], finish="length")
+        cut = renderer.extension(tail, given_tools, {}, last_ids=answered[:-1])
         assert cut is None or extended is None or cut == [end, *extended]
 
 
@@ -117,7 +117,7 @@ def test_an_answer_that_joins_what_follows_it_forks(tmp_path):
     found = {case.case: case for case in renderer.report.cases}
     assert (found["cut by length"].verdict, found["user"].verdict) == ("fork", "fork")
     assert "last token of an answer" in found["cut by length"].reason
-    assert renderer.extension([USER], [], {}, last_ids=[60, 61], finish="length") is None
+    assert renderer.extension([USER], [], {}, last_ids=[60, 61]) is None
 
 
 @pytest.mark.parametrize("history", ["sampled", "template"])
