@@ -21,7 +21,8 @@ from asyncrl.observe.samples import SampleGroup, SampleTrajectory
 SampleStyle = Literal["group", "heading", "role", "text", "note"]
 LONGEST_TEXT = 4000
 """Most characters of one text that are shown: half of them its beginning, half its end."""
-LONGEST_NAME = 60
+LONGEST_NAME = 64
+"""Most characters of a name that are shown: OpenAI's API allows as many for a tool."""
 MOST_RESPONSES = 16
 LONGEST_GROUP = 100_000
 """Number of characters of a group after which no further response is shown."""

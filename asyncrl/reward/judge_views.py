@@ -8,12 +8,12 @@ once.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.messages.reward import Completion
+from asyncrl.observe.sample_text import MessagePart, message_parts
 
 SHARED_FRACTION = 0.4
 """Largest share of all characters for the shared part, if the other parts need the rest."""
@@ -84,39 +84,11 @@ def shorten(text: str, room: int) -> str:
 
 def message_text(message: Mapping[str, Any]) -> str:
     """Format a message of OpenAI's chat completions as text under its role: reasoning, content, tool calls."""
-    role = message.get("role", "user")
-    name = message.get("name") or (message.get("tool_call_id") if role == "tool" else None)
-    parts = []
-    for reasoning in (message.get("reasoning"), message.get("reasoning_content")):
-        if reasoning:
-            parts.append(f"[{role}, thinking]\n{reasoning}")
-            break
-    content = _content(message.get("content"))
-    calls = message.get("tool_calls") or []
-    if content or not (calls or parts):
-        parts.append(f"[{role}{f' {name}' if name else ''}]\n{content}")
-    for call in calls:
-        function = call.get("function") or {}
-        parts.append(f"[{role} calls {function.get('name')}]\n{function.get('arguments')}")
-    return "\n\n".join(parts)
-
-
-def _content(content: Any) -> str:
-    """Return a message's content as text; parts that are no text become JSON."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list):
-        return "\n".join(
-            part["text"] if isinstance(part, dict) and isinstance(part.get("text"), str) else _json(part)
-            for part in content
-        )
-    return _json(content)
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
+    role, shown = message.get("role", "user"), message_parts(message)
+    heads = {"reasoning": f"{role}, thinking", "text": f"{role} {shown.name}".rstrip()}
+    # An empty text is shown only if the message has nothing else.
+    parts = [part for part in shown.parts if part.text or part.kind == "call"] or [MessagePart("text", "")]
+    return "\n\n".join(f"[{heads.get(part.kind, f'{role} {part.title}')}]\n{part.text}" for part in parts)
 
 
 def _pieces(completion: Completion) -> list[str]:

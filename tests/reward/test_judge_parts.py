@@ -218,9 +218,9 @@ def test_equal_trajectories_share_one_view_even_if_their_cut_middles_differ():
 
 def test_any_message_can_be_shown():
     parts = [{"type": "text", "text": "a"}, {"type": "image"}]
-    assert message_text(user(parts)) == '[user]\na\n{"type": "image"}'
+    assert message_text(user(parts)) == '[user]\na\n{"type":"image"}'
     assert message_text({"content": None}) == "[user]\n"
-    assert message_text({"role": "assistant", "tool_calls": [{}]}) == "[assistant calls None]\nNone"
+    assert message_text({"role": "assistant", "tool_calls": [{}]}) == "[assistant]\ncalls {}"
 
 
 # --- limits ---
