@@ -21,65 +21,44 @@ NotNegative = Annotated[float, Meta(ge=0)]
 
 
 class JudgeOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options that both judges take."""
+    """Options that both judges take; docs/judges.md explains each."""
 
     url: str
-    """Base of an OpenAI-compatible API, for example https://api.openai.com/v1 or http://HOST:8000/v1."""
     model: str
-    """Name of the model on that server."""
     api_key_env: str = ""
-    """Name of the environment variable that holds the key; empty: no key is sent."""
     extra: dict[str, Any] = {}
-    """Further fields of each request, for example temperature, reasoning_effort, max_completion_tokens."""
     votes: Annotated[int, Meta(ge=1, le=32)] = 1
-    """Number of times that the judge is asked, each in another order; the mean counts. More than half must be valid."""
     max_input_chars: Annotated[int, Meta(ge=1000)] = 120_000
-    """Most characters of prompt, conversation and trajectories together; longer text loses its middle."""
     row_keys: list[str] = []
-    """Columns of the row that the judge is shown, for example a reference answer."""
     tries: Annotated[int, Meta(ge=1, le=20)] = 5
-    """Most times that a request is sent, if the server refuses it for the moment or cannot be reached."""
     concurrency: Positive = 32
-    """Most requests at once."""
     requests_per_minute: Positive | None = None
-    """Requests that begin in a minute: all at once after a quiet minute, evenly otherwise."""
     tokens_per_minute: Positive | None = None
-    """Tokens of the requests that begin in a minute, and of their answers. Estimated until the server reports them."""
     price_per_million: list[NotNegative] = []
-    """Price of a million tokens, [of the input, of the output]; judge/cost is in its currency."""
     also: str = ""
     """Name of a function for single trajectories whose reward is added: built in, or MODULE:FUNCTION."""
     also_options: dict[str, Any] = {}
-    """Options of that function."""
     also_weight: float = 1.0
-    """Weight of that function."""
 
 
 class RelativeOptions(JudgeOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options of relative_judge."""
+    """Options of relative_judge; see docs/judges.md."""
 
     criteria: str | list[str] = []
     """Criteria of the comparison, in words; by default how far a trajectory reaches its goal, and how well."""
     low: float = 0.0
-    """Lowest score."""
     high: float = 1.0
-    """Highest score."""
 
 
 class Criterion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A criterion of a rubric."""
+    """A criterion of a rubric; see docs/judges.md."""
 
     name: Annotated[str, Meta(pattern="^[A-Za-z0-9_.-]{1,64}$")]
     """Name of the criterion in the judge's answer, and of its component of the reward."""
     text: Annotated[str, Meta(min_length=1)]
-    """The requirement that a trajectory must meet."""
     weight: float | None = None
-    """Weight: by default 1, and 0 for a gate; below 0 for something to avoid."""
     gate: float | None = None
-    """Reward of a trajectory whose verdict is below the highest level. The lowest of all failed gates is the reward,
-    regardless of the other criteria. None: no gate."""
     levels: dict[str, float] = msgspec.field(default_factory=lambda: {"no": 0.0, "yes": 1.0})
-    """Possible verdicts, with the value of each."""
 
     @property
     def share(self) -> float:
@@ -88,14 +67,12 @@ class Criterion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class RubricOptions(JudgeOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options of rubric."""
+    """Options of rubric; see docs/judges.md."""
 
     rubric: list[Criterion] = []
-    """Criteria of the rubric."""
     rubric_key: str = ""
     """Column with further criteria of its row, which are not components of the reward; empty: no such column."""
     instructions: str = ""
-    """Further instructions for the judge."""
 
 
 Options = TypeVar("Options", bound=JudgeOptions)
