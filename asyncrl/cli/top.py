@@ -22,7 +22,7 @@ from asyncrl.core.printable import json_in_ascii, say
 if TYPE_CHECKING:
     from asyncrl.messages.monitor import Snapshot
     from asyncrl.top.client import Away
-    from asyncrl.top.replay import Replay, SnapshotSource
+    from asyncrl.top.replay import SnapshotSource
     from asyncrl.top.view import History
 
 TRACE_S = 30.0
@@ -203,20 +203,15 @@ def _watch(given: argparse.Namespace) -> int:
 
 
 def _replay(run_dir: Path, given: argparse.Namespace) -> int:
-    """Show a recording in the terminal, or print its end. A live run's recording is read again after the run's end."""
-    from asyncrl.top.replay import open_replay
+    """Show a recording in the terminal, or print its end."""
+    from asyncrl.top.replay import SnapshotSource, open_replay
 
     replay = open_replay(run_dir, lives=may_live(run_dir))
     if not _wants_terminal(given):
         replay.jump(replay.end)
         return _print(replay.history(), given)
 
-    from asyncrl.top.replay import SnapshotSource
-
-    def whole() -> Replay | None:
-        return None if may_live(run_dir) else open_replay(run_dir, lives=False)
-
-    return _show(SnapshotSource(replay=replay, whole=whole, run_dir=run_dir))
+    return _show(SnapshotSource(replay=replay, run_dir=run_dir))
 
 
 def _show(source: SnapshotSource) -> int:

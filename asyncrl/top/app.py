@@ -6,10 +6,8 @@ the foot says so, and the last view stays. If it fails before any snapshot is kn
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -30,7 +28,7 @@ from asyncrl.top.detail import DetailScreen, HelpScreen
 from asyncrl.top.draw import LEVELS, Choice, PaneName, text
 from asyncrl.top.panes import PANES, panes_of, title
 from asyncrl.top.pipeline import foot, header, pipeline, status, tabs, time_bar
-from asyncrl.top.replay import Feed, Replay, SnapshotSource
+from asyncrl.top.replay import Feed, SnapshotSource
 from asyncrl.top.samples_screen import SamplesScreen
 from asyncrl.top.view import SnapshotView
 from asyncrl.top.widgets import PaneView
@@ -38,8 +36,6 @@ from asyncrl.top.widgets import PaneView
 DRAW_S = 0.8
 TICK_S = 0.25
 """Shortest time between two draws of everything, and the time between two ticks (``Top._tick``)."""
-LOOK_S = 2.0
-"""Seconds between two checks whether a run has ended, at the end of its replay."""
 NOTE_S = 8.0
 """Seconds for which a note is shown."""
 WRITING_S = 60.0
@@ -174,8 +170,6 @@ class Top(App[int]):
         self.set_interval(TICK_S, self._tick)
         if self.source.feed is not None:
             self._follow(self.source.feed)
-        if self.source.replay is not None and self.source.replay.lives and self.source.whole is not None:
-            self._await_end(self.source.replay, self.source.whole)
         self._draw()
 
     def on_resize(self) -> None:
@@ -213,21 +207,6 @@ class Top(App[int]):
             self._over = str(error)
         self._stale = True
         self._tick()
-
-    @work
-    async def _await_end(self, replay: Replay, whole: Callable[[], Replay | None]) -> None:
-        """Check at the end of the replay of a live run whether the run has ended; if so, take the whole recording."""
-        while replay.lives:
-            await asyncio.sleep(LOOK_S)
-            if not replay.at_end:
-                continue
-            try:
-                found = await asyncio.to_thread(whole)
-            except (AsyncRLError, OSError):
-                continue
-            if found is not None:
-                replay.take(found)
-                self._draw()
 
     def _tick(self) -> None:
         """Advance the replay. Draw everything if there is something new and DRAW_S have passed, else the foot alone.

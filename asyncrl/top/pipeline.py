@@ -249,8 +249,8 @@ def status(over: str, away: Away | None, replay: Replay | None, *, frozen: bool,
     if frozen:
         return text("frozen, space continues", "warn")
     if replay is not None:
-        ended = replay.at_end and replay.lives
-        return text("replay", "level") + text("  end of the recording; the run continues" if ended else "", "warn")
+        cut = replay.at_end and replay.lives
+        return text("replay", "level") + text("  the recording ended here when it was read" if cut else "", "warn")
     if over:
         return text(over, "warn")
     if away is not None and away.seconds is None:

@@ -32,7 +32,7 @@ class Replay:
 
     def __init__(self, entries: Sequence[tuple[float, bytes]], *, lives: bool = False) -> None:
         """``entries`` are (wall, recorded snapshot), at least one, in the order of the recording. Unreadable entries at
-        the end are left out. ``lives``: the run is alive, so the recording grows."""
+        the end are left out. ``lives``: the run is alive, so the last entry is not its end."""
         self.lives = lives
         count = len(entries)
         while count > 1 and decode(entries[count - 1][1]) is None:
@@ -51,12 +51,6 @@ class Replay:
         self._history_end = -1
         """Index of the newest snapshot in ``_history``; -1 if a new history is needed."""
         self._history = History()
-
-    def take(self, whole: Replay) -> None:
-        """Continue at the present position in ``whole``, a later read of the same recording."""
-        self.lives, self._walls, self._bodies = whole.lives, whole._walls, whole._bodies
-        # The end may look different now: there are more snapshots, or the run is no longer alive.
-        self._history_end = -1
 
     @property
     def begin(self) -> float:
@@ -176,8 +170,6 @@ class SnapshotSource:
     replay: Replay | None = None
     history: History = field(default_factory=History)
     """Snapshots that are known before the feed brings one."""
-    whole: Callable[[], Replay | None] | None = None
-    """Reads the whole recording once the run has ended; None before. Blocks; raises UsageError, OSError."""
     run_dir: Path | None = None
     """Run folder with the logs and samples, if it is on this host."""
     trace: Callable[[], Awaitable[str]] | None = None

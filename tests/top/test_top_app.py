@@ -308,22 +308,12 @@ async def test_a_requested_trace_is_reported_with_its_result():
         assert "is being written" not in text_of(app)
 
 
-async def test_a_replay_notices_at_its_end_that_the_run_has_ended(monkeypatch):
-    monkeypatch.setattr(terminal, "LOOK_S", 0.05)
-    found, entries = [], recording(Run(steps=1000), 20)
-    replay = Replay(entries[:10], lives=True)
+async def test_a_replay_of_a_live_run_says_that_the_recording_ended_where_it_was_read():
+    replay = Replay(recording(Run(steps=1000), 20), lives=True)
     replay.jump(replay.end)
-    # It plays until it has been at the end for a tick.
-    replay.advance(0.0)
-
-    async with shown(SnapshotSource(replay=replay, whole=lambda: found[0] if found else None)) as (app, pilot):
-        await until(pilot, "end of the recording; the run continues")
-        found.append(Replay(entries))
-        # It stays where it was.
-        await until(pilot, "9.0 s of 19 s")
-        assert "running" in text_of(app) and "the run continues" not in text_of(app)
-        await pilot.press(*["right"] * 10)
-        await until(pilot, "failed: nothing is known after this")
+    async with shown(SnapshotSource(replay=replay)) as (app, pilot):
+        await until(pilot, "the recording ended here when it was read")
+        assert "running" in text_of(app)
 
 
 def test_a_replay_shows_the_same_after_a_jump_as_after_playing():
