@@ -12,12 +12,12 @@ import inspect
 import textwrap
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import resuming
 from asyncrl.config.load import validate_config
+from asyncrl.config.resuming import TABLE, Applies
 from asyncrl.config.training import LearnerConfig
 from asyncrl.core.errors import ConfigError
 from asyncrl.gpu.engine_memory import EngineShape, estimate_engine
@@ -39,6 +39,14 @@ STEP_TOKENS, SEQUENCES, CACHED_TOKENS = 8192, 256, 65_536
 """Tokens of an engine's step, sequences it decodes together, and tokens in its KV cache, in the table of hardware."""
 CARDS = {"24 GB (L4)": 23_034, "48 GB (L40S)": 46_068, "80 GB (H100)": 81_559}
 """GPUs in the table of sharing, with the memory that the driver reports (MiB)."""
+CONDITIONS: dict[Applies, str] = {
+    Applies.GENERATED: "groups of the checkpoint are given back and generated again",
+    Applies.PROMPTS: "refused if these differ, unless `resume.allow` has `data`",
+    Applies.SEED: "refused, unless `resume.allow` has `seed`",
+    Applies.BATCH: "refused, unless `resume.allow` has `batch`; groups of the checkpoint keep their size",
+    Applies.REFUSED: "refused",
+}
+"""Further consequences of a change at a resume, in the table of docs/runs.md."""
 
 
 def rewards() -> str:
@@ -68,6 +76,18 @@ def token_batch() -> str:
             kind = ast.unparse(field.annotation).replace(" | ", " or ")
             rows.append(f"| `{ast.unparse(field.target)}` | `{kind}` | {_cell(ast.literal_eval(text.value))} |")
     return "\n".join(rows)
+
+
+def resuming() -> str:
+    """The data that a change of each key at a resume applies to, of docs/runs.md."""
+    rows = ["| keys | a change applies |", "|---|---|"]
+    for kind, entries in TABLE.items():
+        if kind is not Applies.NOW:
+            words = f"{kind.value}; {CONDITIONS[kind]}" if kind in CONDITIONS else kind.value
+            sections = groupby(entries.split(), key=lambda entry: entry.partition(".")[0])
+            keys = "; ".join(", ".join(f"`{entry}`" for entry in of_section) for _, of_section in sections)
+            rows.append(f"| {keys} | {words} |")
+    return "\n".join([*rows, f"| every other key | {Applies.NOW.value} |"])
 
 
 def hardware() -> str:
@@ -181,7 +201,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "arguments": ("first-run.md", arguments),
     "losses": ("algorithms.md", partial(losses.BUILT_IN.document, "`loss`", "token loss", "options", "for")),
     "advantages": ("algorithms.md", partial(advantages.BUILT_IN.document, "`advantage`", "A of a turn", "for")),
-    "resume": ("runs.md", resuming.document),
+    "resume": ("runs.md", resuming),
     "rewards": ("first-run.md", rewards),
     "token batch": ("algorithms.md", token_batch),
     "hardware": ("models.md", hardware),

@@ -13,7 +13,6 @@ import enum
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 from pydantic import BaseModel
@@ -88,14 +87,6 @@ TABLE: dict[Applies, str] = {
     Applies.COMMAND: "run.name run.dir resume.allow hub.pinned",
 }
 """Every key of the configuration, by what a change of it applies to; SECTION.* are all keys of a section."""
-CONDITIONS: dict[Applies, str] = {
-    Applies.GENERATED: "groups of the checkpoint are given back and generated again",
-    Applies.PROMPTS: "refused if these differ, unless `resume.allow` has `data`",
-    Applies.SEED: "refused, unless `resume.allow` has `seed`",
-    Applies.BATCH: "refused, unless `resume.allow` has `batch`; groups of the checkpoint keep their size",
-    Applies.REFUSED: "refused",
-}
-"""Further consequences of a change, for the table in docs/runs.md."""
 _CLASS = {entry: applies for applies, entries in TABLE.items() for entry in entries.split()}
 
 
@@ -143,18 +134,6 @@ def changes(was: Mapping[str, Any], config: Config) -> list[Change]:
         if kind not in (Applies.REFUSED, Applies.COMMAND):
             found.append(Change(key, kind, f"was {_shown(before)}, is {_shown(after)}"))
     return found
-
-
-def document() -> str:
-    """Return the table of docs/runs.md."""
-    rows = ["| keys | a change applies |", "|---|---|"]
-    for kind, entries in TABLE.items():
-        if kind is not Applies.NOW:
-            words = f"{kind.value}; {CONDITIONS[kind]}" if kind in CONDITIONS else kind.value
-            sections = groupby(entries.split(), key=lambda entry: entry.partition(".")[0])
-            keys = "; ".join(", ".join(f"`{entry}`" for entry in of_section) for _, of_section in sections)
-            rows.append(f"| {keys} | {words} |")
-    return "\n".join([*rows, f"| every other key | {Applies.NOW.value} |"])
 
 
 def _differences(
