@@ -133,7 +133,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     state: str
     """starting, ready, or another state of the actor."""
     loop_lag_s: float = 0.0
-    """Largest lag of its event loop since the last heartbeat."""
+    """Largest lag of its event loop since the last heartbeat, including one that has not ended."""
     awaiting: str = ""
     """Actor or thing that the state waits for."""
     state_s: float = 0.0

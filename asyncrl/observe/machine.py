@@ -20,7 +20,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from typing import TypedDict
 
 from asyncrl.messages.monitor import Gpu
 from asyncrl.observe.catalogue import Histograms
@@ -180,18 +180,14 @@ def _read_gpu(nvml: ctypes.CDLL, index: int, handle: ctypes.c_void_p) -> Gpu | N
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Vitals:
-    """The vital signs of a process since they were last taken."""
+class Vitals(TypedDict, total=False):
+    """The vital signs of a process since they were last taken, under the names of the fields of Heartbeat."""
 
-    loop_lag_s: float = 0.0
-    """The largest lag of the event loop, including one that has not ended."""
-    loop_busy: float = 0.0
-    """Share of the time in which the event loop's thread used a processor."""
-    cpu: float = 0.0
-    """Mean number of cores used."""
-    rss_bytes: int = 0
-    gpus: list[Gpu] = field(default_factory=list)
+    loop_lag_s: float
+    loop_busy: float
+    cpu: float
+    rss_bytes: int
+    gpus: list[Gpu]
 
 
 class VitalSigns:

@@ -66,7 +66,6 @@ def gather_heartbeat(actor: Actor, beat: int) -> Heartbeat:
     state, awaiting, state_s = actor.states.present()
     if not actor.ready:
         state, state_s = "starting", actor.states.age()
-    vitals = actor.vitals()
     with contextlib.suppress(RuntimeError):
         # The event loop's thread may change a container meanwhile: the next heartbeat has those metrics.
         actor.counters.update(actor.metrics())
@@ -75,17 +74,13 @@ def gather_heartbeat(actor: Actor, beat: int) -> Heartbeat:
         state=state,
         awaiting=awaiting,
         state_s=state_s,
-        loop_lag_s=vitals.loop_lag_s,
         awaits=waits,
         counters=dict(actor.counters),
         histograms=actor.histograms.taken(),
         resources=actor.resources(),
-        loop_busy=vitals.loop_busy,
-        cpu=vitals.cpu,
-        rss_bytes=vitals.rss_bytes,
-        gpus=vitals.gpus,
         events=actor.events.take(),
         unreached=actor.unreached(),
+        **actor.vitals(),
     )
 
 
