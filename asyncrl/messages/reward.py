@@ -1,7 +1,5 @@
 """Requests of rollouters to the reward pool, and the values that a reward function or an episode may return.
 
-The pool adds the overlong penalty (``shaped``) to the rewards of any function, under ``reward.truncated = "penalty"``.
-
 Invariant: a value that passes is a finite float up to LARGEST, with at most MOST_NAMES such components under short
 names. There is one value for each completion. Everything else raises BadOutcome, whose text names the value: an error
 is never turned into a reward.
@@ -13,10 +11,9 @@ import math
 import numbers
 import reprlib
 from collections.abc import Mapping
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
-from msgspec.structs import replace
 
 from asyncrl.messages import ROLLOUTER, Count, FinishReason, Message, Request, Uid
 
@@ -75,52 +72,6 @@ class Score(Request, frozen=True, kw_only=True):
     completions: Annotated[list[Completion], Meta(min_length=1)]
     has_worked: bool = False
     """Whether the sender has received rewards of this function before; a restarted pool does not know it otherwise."""
-
-
-class Penalty(Protocol):
-    """The overlong penalty, as reward.overlong sets it."""
-
-    @property
-    def margin_tokens(self) -> int:
-        """Interval before the limit of length in which the penalty falls from 0 to -scale."""
-
-    @property
-    def scale(self) -> float:
-        """Penalty of a response that reached the limit."""
-
-
-def overlong_penalty(tokens: int, *, max_tokens: int, margin_tokens: int, scale: float) -> float:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), in [-scale, 0].
-
-    With the length |y| = ``tokens``, L_max = ``max_tokens`` and L_cache = ``margin_tokens``::
-
-        0                                        |y| <= L_max - L_cache
-        scale * ((L_max - L_cache) - |y|) / L_cache    up to L_max
-        -scale                                   beyond
-
-    A response cut at ``max_tokens`` so gets the whole penalty.
-    """
-    over = tokens - (max_tokens - margin_tokens)
-    return -scale * min(max(over / margin_tokens, 0.0), 1.0)
-
-
-def shaped(scores: Scores, request: Score, penalty: Penalty | None, max_tokens: int) -> Scores:
-    """Add the overlong penalty of each completion to its reward, and as a component.
-
-    A penalty of 0 is a component too. Without a penalty the scores stay as they are. The scores of an eval set stay
-    too, because it has its own limit of length; its uids contain "@".
-    """
-    if penalty is None or "@" in request.uid:
-        return scores
-    penalties = [
-        overlong_penalty(each.tokens, max_tokens=max_tokens, margin_tokens=penalty.margin_tokens, scale=penalty.scale)
-        for each in request.completions
-    ]
-    rewards = [reward + added for reward, added in zip(scores.rewards, penalties, strict=True)]
-    components = [
-        {**parts, PENALTY_COMPONENT: added} for parts, added in zip(scores.components, penalties, strict=True)
-    ]
-    return replace(scores, rewards=rewards, components=components)
 
 
 class BadOutcome(ValueError):

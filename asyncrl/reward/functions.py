@@ -1,6 +1,6 @@
-"""The built-in reward functions.
+"""The built-in reward functions, and the overlong penalty that the pool adds to the rewards of any function.
 
-Each function is a maker: a worker calls it once with ``reward.options``. It checks the options (ValueError) and returns
+Each built-in is a maker: a worker calls it once with ``reward.options``. It checks the options (ValueError) and returns
 the function that scores one trajectory. Invariant: a row that cannot be judged raises an error, so a fault of the data
 never counts as a wrong answer.
 """
@@ -14,11 +14,16 @@ import zlib
 from collections.abc import Callable, Mapping
 from decimal import Context
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from asyncrl.data.rows import column_names, column_of, has_column
+from asyncrl.messages.reward import PENALTY_COMPONENT, Score, Scores
+
+if TYPE_CHECKING:
+    # Workers, which import this module, start sooner without pydantic.
+    from asyncrl.config.training import OverlongPenalty
 
 Row = Mapping[str, Any]
 RewardFunction = Callable[..., float]
@@ -180,6 +185,37 @@ BUILT_IN: dict[str, Callable[..., RewardFunction]] = {
 }
 JUDGES = ("relative_judge", "rubric")
 """Language models that score (judge_pool.py), by their names in reward.function."""
+
+
+def overlong_penalty(tokens: int, max_tokens: int, penalty: OverlongPenalty) -> float:
+    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), in [-scale, 0].
+
+    With the length |y| = ``tokens``, L_max = ``max_tokens`` and L_cache = ``margin_tokens``::
+
+        0                                        |y| <= L_max - L_cache
+        scale * ((L_max - L_cache) - |y|) / L_cache    up to L_max
+        -scale                                   beyond
+
+    A response cut at ``max_tokens`` so gets the whole penalty.
+    """
+    over = tokens - (max_tokens - penalty.margin_tokens)
+    return -penalty.scale * min(max(over / penalty.margin_tokens, 0.0), 1.0)
+
+
+def shaped(scores: Scores, request: Score, penalty: OverlongPenalty | None, max_tokens: int) -> Scores:
+    """Add the overlong penalty of each completion to its reward, and as a component.
+
+    A penalty of 0 is a component too. Without a penalty the scores stay as they are. The scores of an eval set stay
+    too, because it has its own limit of length; its uids contain "@".
+    """
+    if penalty is None or "@" in request.uid:
+        return scores
+    penalties = [overlong_penalty(each.tokens, max_tokens, penalty) for each in request.completions]
+    rewards = [reward + added for reward, added in zip(scores.rewards, penalties, strict=True)]
+    components = [
+        {**parts, PENALTY_COMPONENT: added} for parts, added in zip(scores.components, penalties, strict=True)
+    ]
+    return msgspec.structs.replace(scores, rewards=rewards, components=components)
 
 
 def _answers(row: Row, answer_key: str) -> list[str]:

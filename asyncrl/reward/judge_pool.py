@@ -24,8 +24,9 @@ import msgspec
 from asyncrl.config.training import RewardConfig
 from asyncrl.core.errors import AsyncRLError, ConfigError, RewardFailed, RewardPoolEnded
 from asyncrl.messages.monitor import Resource
-from asyncrl.messages.reward import Outcome, Score, Scores, shaped
+from asyncrl.messages.reward import Outcome, Score, Scores
 from asyncrl.reward.faults import RewardFault
+from asyncrl.reward.functions import shaped
 from asyncrl.reward.judge_answers import AnswerCache, BadAnswer, VoteFailed, key_of
 from asyncrl.reward.judge_options import RelativeOptions, RubricOptions, read_options
 from asyncrl.reward.judge_questions import JUDGE_COMPONENT, SPREAD_COMPONENT, Judge, Question, RelativeJudge, Rubric

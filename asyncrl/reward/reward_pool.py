@@ -26,9 +26,10 @@ import msgspec
 
 from asyncrl.config.training import RewardConfig, SourceConfig
 from asyncrl.core.errors import AsyncRLError, RewardFailed, RewardPoolEnded
-from asyncrl.messages.reward import TIMED_OUT_COMPONENT, Score, Scores, shaped
+from asyncrl.messages.reward import TIMED_OUT_COMPONENT, Score, Scores
 from asyncrl.observe.state_ledger import StateLedger
 from asyncrl.reward.faults import TIMED_OUT, RewardFault, fault_of
+from asyncrl.reward.functions import shaped
 from asyncrl.reward.reward_worker import MAX_RESULT_BYTES, MAX_TASK_BYTES, Result, RewardSetup
 from asyncrl.workers.confinement import UNISOLATED, Confinement
 from asyncrl.workers.process import WorkerProcess

@@ -9,14 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config.training import RewardConfig
-from asyncrl.messages.reward import Completion, Score, Scores, overlong_penalty, shaped
+from asyncrl.config.training import OverlongPenalty, RewardConfig
+from asyncrl.messages.reward import Completion, Score, Scores
 from asyncrl.reward.functions import (
     constant,
     exact,
     math_verify,
+    overlong_penalty,
     reasoning_gym,
     regex,
+    shaped,
 )
 from asyncrl.reward.reward_worker import RewardSetup, resolve
 from asyncrl.workers.user_code import NotCallable
@@ -267,7 +269,7 @@ def test_a_function_that_cannot_be_called_is_found_before_the_first_call(scored,
 
 @given(tokens=st.integers(0, 300), margin=st.integers(1, 99), scale=st.floats(0, 10))
 def test_the_penalty_is_dapo_equation_13(tokens, margin, scale):
-    penalty = overlong_penalty(tokens, max_tokens=100, margin_tokens=margin, scale=scale)
+    penalty = overlong_penalty(tokens, 100, OverlongPenalty(margin_tokens=margin, scale=scale))
     if tokens <= 100 - margin:
         assert penalty == 0
     else:
