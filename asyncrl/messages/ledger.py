@@ -22,7 +22,6 @@ the sets.
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, get_args
 
@@ -44,16 +43,80 @@ MAX_PROMPTS = 1 << 32
 _FULL = b"\xff" * 256
 
 
-class ConcludedEpochs(Struct, gc=False, frozen=True, kw_only=True):
-    """Consecutive epochs in which the same prompts have an outcome: a run of the ledger in a message or file."""
+class ConcludedEpochs(Struct, gc=False, kw_only=True):
+    """A run: consecutive epochs in which the same prompts have an outcome.
+
+    A prompt is in the run if it has an outcome. The form is canonical, so that equal sets of prompts compare equal, in
+    any order of outcomes. Runs join only if they have at most one byte of bits, so that comparing is cheap. The run of
+    a finished epoch is always that short.
+    """
 
     first: Count
     epochs: Count
     """Number of the epochs; more than one only if ``bits`` has at most one byte."""
     below: Count
     """Multiple of 8: all prompts with a smaller index have an outcome."""
-    bits: bytes
+    bits: bytearray
     """Bit k of byte j is set if prompt below + 8 * j + k has an outcome. The first byte is not 255, the last not 0."""
+
+    @property
+    def end(self) -> int:
+        """The epoch after the last one."""
+        return self.first + self.epochs
+
+    def __contains__(self, index: int) -> bool:
+        byte = (index - self.below) >> 3
+        return byte < 0 or (byte < len(self.bits) and bool(self.bits[byte] >> (index & 7) & 1))
+
+    def __len__(self) -> int:
+        """Number of prompts of one epoch."""
+        return self.below + int.from_bytes(self.bits, "little").bit_count()
+
+    def among(self, indices: np.ndarray) -> np.ndarray:
+        """Whether each of these prompts is in the run: int64 [N] to bool [N]."""
+        byte = (indices - self.below) >> 3
+        found: np.ndarray = byte < 0
+        marked = ~found & (byte < len(self.bits))
+        if marked.any():
+            bits = np.frombuffer(self.bits, np.uint8)[byte[marked]]
+            found[marked] = bits >> (indices[marked] & 7).astype(np.uint8) & 1
+        return found
+
+    def add(self, index: int) -> None:
+        """Add a prompt that is not in the run."""
+        assert index not in self, f"{index} is in the run already"
+        byte = (index - self.below) >> 3
+        if byte >= len(self.bits):
+            self.bits.extend(bytes(byte + 1 - len(self.bits)))
+        self.bits[byte] |= 1 << (index & 7)
+        self._advance()
+
+    def copy(self, first: int, end: int) -> ConcludedEpochs:
+        """Return an independent run of the epochs from ``first`` to before ``end``, with the same prompts."""
+        return ConcludedEpochs(first=first, epochs=end - first, below=self.below, bits=bytearray(self.bits))
+
+    def joins(self, other: ConcludedEpochs) -> bool:
+        """Whether the other run begins where this one ends, and has the same prompts in a short form."""
+        is_alike = self.below == other.below and self.bits == other.bits
+        return self.end == other.first and len(self.bits) <= 1 and is_alike
+
+    def check(self) -> None:
+        """Raise ValueError if the run is not in canonical form."""
+        bits = self.bits
+        is_malformed = bits.startswith(b"\xff") or bits.endswith(b"\0") or self.below % 8 or not (bits or self.below)
+        if is_malformed or self.first < 0 or self.epochs < 1 or (self.epochs > 1 and len(bits) > 1):
+            raise ValueError(f"not the prompts of {self.epochs} epochs from {self.first} on")
+
+    def _advance(self) -> None:
+        """Remove full bytes at the beginning, and raise ``below`` by 8 for each."""
+        full, bits = 0, self.bits
+        while bits.startswith(_FULL, full):
+            full += len(_FULL)
+        while full < len(bits) and bits[full] == 0xFF:
+            full += 1
+        if full:
+            del bits[:full]
+            self.below += 8 * full
 
 
 class GroupResult(Struct, gc=False, frozen=True, array_like=True):
@@ -94,88 +157,11 @@ class LedgerState(Struct, gc=False, frozen=True, kw_only=True):
     """Sizes of growing sources, ascending by epoch within a source; the first of each is that at the start."""
 
 
-@dataclass(slots=True)
-class IndexSet:
-    """A set of integers from 0 on: all integers below ``below``, and those from there on whose bit is set.
-
-    Bit k of byte j belongs to below + 8 * j + k. The form is canonical: ``below`` is the largest possible multiple of
-    8, and the last byte is not 0. So equal sets compare equal, in any order of filling.
-    """
-
-    below: int = 0
-    bits: bytearray = field(default_factory=bytearray)
-
-    @classmethod
-    def of(cls, bits: bytes) -> IndexSet:
-        """Make the set of the integers whose bits are set; bit k of byte j belongs to 8 * j + k."""
-        found = cls(0, bytearray(bits.rstrip(b"\0")))
-        found._advance()
-        return found
-
-    def __contains__(self, value: int) -> bool:
-        byte = (value - self.below) >> 3
-        return byte < 0 or (byte < len(self.bits) and bool(self.bits[byte] >> (value & 7) & 1))
-
-    def __len__(self) -> int:
-        return self.below + int.from_bytes(self.bits, "little").bit_count()
-
-    def among(self, values: np.ndarray) -> np.ndarray:
-        """Whether each of these values is in the set: int64 [N] to bool [N]."""
-        byte = (values - self.below) >> 3
-        found: np.ndarray = byte < 0
-        marked = ~found & (byte < len(self.bits))
-        if marked.any():
-            bits = np.frombuffer(self.bits, np.uint8)[byte[marked]]
-            found[marked] = bits >> (values[marked] & 7).astype(np.uint8) & 1
-        return found
-
-    def add(self, value: int) -> None:
-        """Add a value that is not in the set."""
-        assert value not in self, f"{value} is in the set already"
-        byte = (value - self.below) >> 3
-        if byte >= len(self.bits):
-            self.bits.extend(bytes(byte + 1 - len(self.bits)))
-        self.bits[byte] |= 1 << (value & 7)
-        self._advance()
-
-    def copy(self) -> IndexSet:
-        """Return an independent copy."""
-        return IndexSet(self.below, bytearray(self.bits))
-
-    def _advance(self) -> None:
-        """Remove full bytes at the beginning, and raise ``below`` by 8 for each."""
-        full, bits = 0, self.bits
-        while bits.startswith(_FULL, full):
-            full += len(_FULL)
-        while full < len(bits) and bits[full] == 0xFF:
-            full += 1
-        if full:
-            del bits[:full]
-            self.below += 8 * full
-
-
-@dataclass(slots=True)
-class _EpochRun:
-    """A run: the epochs from ``first`` to before ``end``, in which the same prompts have an outcome.
-
-    Runs join only if their sets have at most one byte of bits, so that comparing is cheap. The set of a finished epoch
-    is always that short.
-    """
-
-    first: int
-    end: int
-    concluded: IndexSet
-
-    def joins(self, other: _EpochRun) -> bool:
-        """Whether the other run begins where this one ends, and has the same short set."""
-        return self.end == other.first and len(self.concluded.bits) <= 1 and self.concluded == other.concluded
-
-
 class Ledger:
     """Records the outcomes of prompts by (epoch, index), of one source or several."""
 
     def __init__(self, sources: int = 1) -> None:
-        self._runs: list[_EpochRun] = []
+        self._runs: list[ConcludedEpochs] = []
         """Runs, ascending by epoch; neighbours that can join have joined."""
         self._counts = dict.fromkeys(KINDS, 0)
         self.attempts: dict[str, int] = {}
@@ -202,11 +188,13 @@ class Ledger:
     def restore(cls, state: LedgerState, sources: int = 1) -> Ledger:
         """Make a ledger from a ``state`` for a run with so many sources. Raises ValueError if the state is invalid."""
         ledger = cls(sources)
-        ledger._runs = list(map(_run_of, state.concluded))
+        for run in state.concluded:
+            run.check()
+        ledger._runs = [run.copy(run.first, run.end) for run in state.concluded]
         if any(left.end > right.first for left, right in pairwise(ledger._runs)):
             raise ValueError("epochs of the ledger are not ascending")
         ledger._counts |= state.counts
-        found = sum((run.end - run.first) * len(run.concluded) for run in ledger._runs)
+        found = sum(run.epochs * len(run) for run in ledger._runs)
         counted = sum(ledger._counts.values())
         if found != counted:
             raise ValueError(f"{found} prompts have an outcome, and {counted} outcomes are counted")
@@ -225,15 +213,7 @@ class Ledger:
     def state(self) -> LedgerState:
         """The content of the ledger, as a copy that later records do not change."""
         return LedgerState(
-            concluded=[
-                ConcludedEpochs(
-                    first=run.first,
-                    epochs=run.end - run.first,
-                    below=run.concluded.below,
-                    bits=bytes(run.concluded.bits),
-                )
-                for run in self._runs
-            ],
+            concluded=[run.copy(run.first, run.end) for run in self._runs],
             counts=dict(self._counts),
             attempts=dict(self.attempts),
             first_epoch=self.first_epoch,
@@ -249,7 +229,7 @@ class Ledger:
         """
         assert self.is_open(epoch, index), f"prompt {epoch}-{index} has an outcome already"
         at = self._isolate(epoch)
-        self._runs[at].concluded.add(index)
+        self._runs[at].add(index)
         # The pair (at, at + 1) comes first: if it joins, ``at`` stays valid.
         self._join_if_equal(at)
         self._join_if_equal(at - 1)
@@ -275,13 +255,13 @@ class Ledger:
 
     def is_open(self, epoch: int, index: int) -> bool:
         """Whether a prompt has no outcome."""
-        concluded = self._of_epoch(epoch)
-        return concluded is None or index not in concluded
+        run = self._of_epoch(epoch)
+        return run is None or index not in run
 
     def concluded_among(self, epoch: int, indices: np.ndarray) -> np.ndarray:
         """Return for each of these prompts of an epoch whether it has an outcome: int64 [N] to bool [N]."""
-        concluded = self._of_epoch(epoch)
-        return np.zeros(len(indices), bool) if concluded is None else concluded.among(indices)
+        run = self._of_epoch(epoch)
+        return np.zeros(len(indices), bool) if run is None else run.among(indices)
 
     def count(self, kind: Kind) -> int:
         """Number of prompts with an outcome of this kind, over all epochs."""
@@ -294,45 +274,36 @@ class Ledger:
 
     def concluded(self, epoch: int) -> int:
         """Number of prompts of an epoch that have an outcome."""
-        concluded = self._of_epoch(epoch)
-        return 0 if concluded is None else len(concluded)
+        run = self._of_epoch(epoch)
+        return 0 if run is None else len(run)
 
     def _run_index(self, epoch: int) -> int:
         """Return the index of the run that holds this epoch, or else of the last run before it; -1 without either."""
         return bisect_right(self._runs, epoch, key=lambda run: run.first) - 1
 
-    def _of_epoch(self, epoch: int) -> IndexSet | None:
-        """The prompts of an epoch that have an outcome; None if none has."""
+    def _of_epoch(self, epoch: int) -> ConcludedEpochs | None:
+        """The run that holds this epoch; None if none of its prompts has an outcome."""
         at = self._run_index(epoch)
-        return self._runs[at].concluded if at >= 0 and epoch < self._runs[at].end else None
+        return self._runs[at] if at >= 0 and epoch < self._runs[at].end else None
 
     def _isolate(self, epoch: int) -> int:
         """Split or insert runs so that one run holds this epoch alone. Returns the index of that run."""
         at = self._run_index(epoch)
         if at < 0 or epoch >= self._runs[at].end:
-            self._runs.insert(at + 1, _EpochRun(epoch, epoch + 1, IndexSet()))
+            self._runs.insert(at + 1, ConcludedEpochs(first=epoch, epochs=1, below=0, bits=bytearray()))
             return at + 1
         run = self._runs[at]
-        if run.end - run.first == 1:
+        if run.epochs == 1:
             return at
         parts = [(run.first, epoch), (epoch, epoch + 1), (epoch + 1, run.end)]
-        self._runs[at : at + 1] = [_EpochRun(first, end, run.concluded.copy()) for first, end in parts if first < end]
+        self._runs[at : at + 1] = [run.copy(first, end) for first, end in parts if first < end]
         # The run of the epoch comes after the part before it, if there is such a part.
         return at + (run.first < epoch)
 
     def _join_if_equal(self, at: int) -> None:
         """Join the runs at indices ``at`` and ``at`` + 1 if both exist and can join."""
         if 0 <= at < len(self._runs) - 1 and self._runs[at].joins(self._runs[at + 1]):
-            self._runs[at].end = self._runs.pop(at + 1).end
-
-
-def _run_of(item: ConcludedEpochs) -> _EpochRun:
-    """Make a run from its message. Raises ValueError if the set is not in canonical form."""
-    bits = item.bits
-    is_malformed = bits.startswith(b"\xff") or bits.endswith(b"\0") or item.below % 8 or not (bits or item.below)
-    if is_malformed or item.first < 0 or item.epochs < 1 or (item.epochs > 1 and len(bits) > 1):
-        raise ValueError(f"not the prompts of {item.epochs} epochs from {item.first} on")
-    return _EpochRun(item.first, item.first + item.epochs, IndexSet(item.below, bytearray(bits)))
+            self._runs[at].epochs += self._runs.pop(at + 1).epochs
 
 
 def position_of(uid: str) -> tuple[int, int]:
