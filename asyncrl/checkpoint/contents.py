@@ -33,7 +33,6 @@ import xxhash
 
 from asyncrl.checkpoint.damage import reading, refused
 from asyncrl.checkpoint.origin import Origin
-from asyncrl.config import Config
 from asyncrl.core.errors import CheckpointError, DamagedCheckpoint, DataError
 from asyncrl.core.files import Digest, write_file
 from asyncrl.messages import Count
@@ -61,40 +60,6 @@ DTYPES = frozenset({"bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bi
 }
 
 
-class Geometry(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of groups, steps and versions. The ledger and the learning rate schedule depend on them."""
-
-    groups_per_step: Count
-    steps_per_version: Count
-    samples_per_prompt: Count
-
-    @classmethod
-    def of(cls, config: Config) -> Geometry:
-        """Geometry of a configuration."""
-        return cls(
-            groups_per_step=config.learner.groups_per_step,
-            steps_per_version=config.learner.steps_per_version,
-            samples_per_prompt=config.rollout.samples_per_prompt,
-        )
-
-
-class Adapters(msgspec.Struct, frozen=True, kw_only=True):
-    """The adapters that are trained; rank 0 means that the model's own weights are trained instead."""
-
-    rank: Count = 0
-    alpha: float = 0.0
-    targets: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, config: Config) -> Adapters:
-        """Adapters of a configuration."""
-        lora = config.lora
-        if not lora.is_on:
-            return cls()
-        targets = lora.targets if isinstance(lora.targets, list) else [lora.targets]
-        return cls(rank=lora.rank, alpha=lora.alpha, targets=tuple(sorted(targets)))
-
-
 class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     """State of the run at a version boundary."""
 
@@ -102,22 +67,13 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     version: Count
     """Newest published version. The checkpoint's weights are of this version, unless a preempted run could not publish
     its last steps."""
-    trained_at_version: Count
-    """T(version): number of groups that were trained when this version was published."""
     step: Count
     """Steps trained."""
-    start: Count
-    """Number of the learner's start in this run; the lines of its files have it too."""
-    incarnation: Count
-    """Incarnation of the learner that wrote the checkpoint."""
     ledger: LedgerState
     fingerprint: str
     """Fingerprint of the prompts whose outcomes the ledger has."""
     seed: int
     """Seed of the prompts' order."""
-    geometry: Geometry
-    world_size: Count
-    """Ranks that wrote the checkpoint."""
     limit: float = 0.0
     """Working limit of the staleness gate (eta_t), in versions."""
     rounds_closed: list[str] = []
@@ -132,7 +88,6 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     """Number of groups filtered since the last step; they come after the buffered ones in groups.msgpack."""
     prompts: Count = 0
     """Number of prompts that ``fingerprint`` covers; 0 if unknown."""
-    adapters: Adapters = Adapters()
     conversations: str = ""
     """Fingerprint of the conversations of sft.data; empty without sft.data."""
     origin: Origin

@@ -136,6 +136,25 @@ def changes(was: Mapping[str, Any], config: Config) -> list[Change]:
     return found
 
 
+def differences(was: Mapping[str, Any], config: Config) -> list[tuple[str, Any, Any]]:
+    """Return (key, before, after) of each key of the classes BATCH and REFUSED that ``config`` changes from ``was``.
+
+    ``was`` is an earlier configuration as plain data; a key that it lacks counts as unchanged. The keys are in the
+    order of TABLE. The scale and the targets of adapters count only if both configurations have adapters.
+    """
+    now, found = config.model_dump(mode="json"), []
+    have_adapters = was.get("lora", {}).get("rank", config.lora.rank) > 0 and config.lora.is_on
+    for key in f"{TABLE[Applies.BATCH]} {TABLE[Applies.REFUSED]}".split():
+        section, _, name = key.partition(".")
+        after = now[section][name]
+        before = was.get(section, {}).get(name, after)
+        if isinstance(before, list) and isinstance(after, list):
+            before, after = sorted(before), sorted(after)
+        if before != after and (have_adapters or key not in ("lora.alpha", "lora.targets")):
+            found.append((key, before, after))
+    return found
+
+
 def _differences(
     section: type[Section], was: Mapping[str, Any], now: Mapping[str, Any], prefix: str
 ) -> Iterator[tuple[str, Any, Any]]:

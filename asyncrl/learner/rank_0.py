@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from asyncrl.checkpoint.contents import Adapters, CheckpointState, Contents, Geometry
+from asyncrl.checkpoint.contents import CheckpointState, Contents
 from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.checkpoint.origin import Origin
 from asyncrl.core.disk import in_words
@@ -101,7 +101,7 @@ class Rank0:
         restored = await self._writer.restore()
         origin = await asyncio.to_thread(Origin.recorded, config, self._run_dir)
         conversations = await self._load_conversations()
-        self._make(numbers, start, files, restored, origin, conversations)
+        self._make(numbers, files, restored, origin, conversations)
 
     async def _meet(self) -> None:
         """Open the store at which the ranks meet, publish its host and port, and set up the backend with them."""
@@ -134,7 +134,6 @@ class Rank0:
     def _make(
         self,
         numbers: VersionNumbers,
-        start: int,
         files: RecordFiles,
         restored: Contents | None,
         origin: Origin,
@@ -142,8 +141,7 @@ class Rank0:
     ) -> None:
         """Make the objects of the loop, with the restored state.
 
-        ``start`` is the number of this start of the learner in the run folder. Notifies the user if the conversations
-        have changed. A teacher on a server begins to score the restored groups.
+        Notifies the user if the conversations have changed. A teacher on a server begins to score the restored groups.
         """
         actor, config, services, backend = self._actor, self._config, self._services, self._backend
         thread, tasks, trace, writer = self._thread, actor.tasks, actor.trace, self._writer
@@ -224,7 +222,7 @@ class Rank0:
             lines=lines,
             group_log=self._group_log,
         )
-        self._components, self._origin, self._conversations, self._start = components, origin, fingerprint, start
+        self._components, self._origin, self._conversations = components, origin, fingerprint
         self._training = Training(
             config,
             services,
@@ -346,17 +344,11 @@ class Rank0:
         intake, progress, dataloader = self.intake.state(), self.progress, self._dataloader
         state = CheckpointState(
             version=progress.version,
-            trained_at_version=progress.trained_at_version,
             step=progress.step,
-            start=self._start,
-            incarnation=self._actor.context.incarnation,
             ledger=intake.ledger,
             fingerprint=dataloader.fingerprint,
             seed=dataloader.seed,
             prompts=dataloader.prompts,
-            geometry=Geometry.of(self._config),
-            adapters=Adapters.of(self._config),
-            world_size=self._config.learner.ranks,
             limit=dataloader.limit,
             rounds_closed=sorted(self._records.rounds_written),
             quarantined=intake.failed,

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from asyncrl.checkpoint.contents import CheckpointState, Geometry
+from asyncrl.checkpoint.contents import CheckpointState
 from asyncrl.checkpoint.origin import Origin
 from asyncrl.config import Config
 from asyncrl.config.rollout import RolloutConfig, WeightsConfig
@@ -166,15 +166,10 @@ def make_state(version: int = 3, **fields: Any) -> CheckpointState:
         ledger.record("trained", 0, index)
     made: dict[str, Any] = {
         "version": version,
-        "trained_at_version": 3,
         "step": 2 * version,
-        "start": 1,
-        "incarnation": 100,
         "ledger": ledger.state,
         "fingerprint": "abc",
         "seed": 4,
-        "geometry": Geometry.of(make_config()),
-        "world_size": 1,
         "rounds_closed": ["set@0"],
         "origin": Origin(),
     }

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from asyncrl.checkpoint.contents import CheckpointState, Geometry, write_contents
+from asyncrl.checkpoint.contents import CheckpointState, write_contents
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.checkpoint.origin import Origin
 from asyncrl.core.errors import CheckpointError
@@ -84,15 +84,10 @@ class Folder:
             ledger.record("trained", *position_of(uid))
         state = CheckpointState(
             version=99,
-            trained_at_version=0,
             step=self.checkpoint,
-            start=2,
-            incarnation=1,
             ledger=ledger.state,
             fingerprint=ORDER.fingerprint,
             seed=ORDER.seed,
-            geometry=Geometry(groups_per_step=2, steps_per_version=1, samples_per_prompt=2),
-            world_size=1,
             origin=Origin(),
         )
         folder = CheckpointFolder(self.run_dir / "checkpoints")

@@ -14,15 +14,15 @@ rest when they load it, and take an older checkpoint in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl.checkpoint.contents import Adapters, CheckpointState, Geometry, read_state
+from asyncrl.checkpoint.contents import CheckpointState, read_state
 from asyncrl.checkpoint.folder import COMPLETE, CheckpointFolder, Found, checkpoint_dir
 from asyncrl.checkpoint.step_back import NewestWholeSearch, newest_whole
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
+from asyncrl.config.resuming import Applies, applies, differences
 from asyncrl.core.errors import CheckpointError, ConfigError, DamagedCheckpoint, RunChanged, UsageError
 from asyncrl.launcher.checks.findings import KnownPrompts
 from asyncrl.launcher.run_folder.ended import exported_model
@@ -203,38 +203,15 @@ def _require_same(config: Config, state: CheckpointState) -> None:
     """Raise RunChanged or ConfigError if the checkpoint's seed, batches, adapters or backend differ from ``config``."""
     if state.seed != config.run.seed and "seed" not in config.resume.allow:
         raise RunChanged("seed", "run.seed", was=str(state.seed), now=str(config.run.seed))
-    problems = [*_adapter_problems(state.adapters, Adapters.of(config)), *_backend_problems(config, state)]
+    batch, problems = [], []
+    for key, before, after in differences(state.origin.settings, config):
+        if applies(key) is Applies.BATCH:
+            batch.append((key, str(before), str(after)))
+        else:
+            change = f"was {before} when the run was left, is {after} now, which does not fit the checkpoint"
+            problems.append(f"{key}: {change}: put it back, or start another run")
     if problems:
         raise ConfigError(problems, found=True)
-    changed = [] if "batch" in config.resume.allow else list(_differences(state.geometry, Geometry.of(config)))
-    if changed:
-        keys, was, now = (", ".join(parts) for parts in zip(*changed, strict=True))
+    if batch and "batch" not in config.resume.allow:
+        keys, was, now = (", ".join(parts) for parts in zip(*batch, strict=True))
         raise RunChanged("batch", keys, was=was, now=now)
-
-
-def _adapter_problems(was: Adapters, now: Adapters) -> Iterator[str]:
-    # A rank of 0 means no adapters, so alpha and targets count only if both ranks are set.
-    for key in ("rank", "alpha", "targets") if was.rank and now.rank else ("rank",):
-        before, after = getattr(was, key), getattr(now, key)
-        if before != after:
-            change = f"was {before} when the run was left, is {after} now, which does not fit the checkpoint"
-            yield f"lora.{key}: {change}: put it back, or start another run"
-
-
-def _backend_problems(config: Config, state: CheckpointState) -> Iterator[str]:
-    now = config.learner.backend
-    was = state.origin.settings.get("learner", {}).get("backend", now)
-    if was != now:
-        yield f"learner.backend: was {was} when the run was left, is {now} now: put it back, or start another run"
-
-
-def _differences(was: Geometry, now: Geometry) -> Iterator[tuple[str, str, str]]:
-    """Yield (dotted key, old value, new value) for each part of the batches' geometry that has changed."""
-    for key, name in (
-        ("learner.groups_per_step", "groups_per_step"),
-        ("learner.steps_per_version", "steps_per_version"),
-        ("rollout.samples_per_prompt", "samples_per_prompt"),
-    ):
-        before, after = getattr(was, name), getattr(now, name)
-        if before != after:
-            yield key, str(before), str(after)

@@ -18,7 +18,7 @@ from learner.learner_cases import make_config, make_state, save_small_model, tra
 from learner.rank_pool import run_alone
 from safetensors.torch import load_file
 
-from asyncrl.checkpoint.contents import Geometry, write_contents
+from asyncrl.checkpoint.contents import write_contents
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.cli.export import main
 from asyncrl.config.algorithm import LoraConfig
@@ -46,7 +46,7 @@ def write_run(tmp_path: Path, config, versions: list[int], run) -> Path:
     for version in versions:
         partial = checkpoints.begin(version)
         shutil.copytree(tmp_path / "trainer", partial / "trainer")
-        state = make_state(version, step=version, geometry=Geometry.of(config), world_size=config.learner.ranks)
+        state = make_state(version, step=version)
         write_contents(partial, state, [], [])
         files = ["state.json", "groups.msgpack", "trainer/contents.json"]
         checkpoints.commit(partial, version=version, step=version, files=files)
