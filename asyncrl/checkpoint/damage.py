@@ -9,6 +9,7 @@ CheckpointError ends the search.
 from __future__ import annotations
 
 import errno
+import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.core.disk import full_errno
-from asyncrl.core.errors import CheckpointError, DamagedCheckpoint, DataError
+from asyncrl.core.errors import CheckpointError, DamagedCheckpoint
 from asyncrl.core.files import Digest, difference
 
 DAMAGE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA})
@@ -46,7 +47,7 @@ def reading(path: Path) -> Iterator[None]:
         # No damage: the file decodes, but does not match the types of this asyncrl.
         reason = f"cannot be read, as if another version of asyncrl had written it: {error}"
         raise CheckpointError(str(path), reason) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, DataError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, struct.error) as error:
         raise DamagedCheckpoint(str(path), f"cannot be read: {error}") from error
 
 
