@@ -1,17 +1,21 @@
 """The search for the newest checkpoint that is not damaged.
 
-The caller tries one candidate after the other, newest first, until one is whole. Only then it renames the damaged ones
+One candidate after the other is tried, newest first, until one is whole. Only then the caller renames the damaged ones
 and reports each. If all are damaged, nothing is renamed and CheckpointError says so: only the user may decide to start
 again from the initial weights.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from asyncrl.checkpoint.folder import CheckpointFolder, Found, step_of
+from asyncrl.checkpoint.folder import CheckpointFolder, step_of
 from asyncrl.core.errors import CheckpointError, DamagedCheckpoint
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,55 +46,23 @@ class Damaged:
         )
 
 
-class NewestWholeSearch:
-    """Searches one folder, newest checkpoint first. The caller tries each, and passes over damaged ones."""
+def newest_whole(folder: CheckpointFolder, check: Callable[[Path], T]) -> tuple[T | None, list[Damaged]]:
+    """Call ``check`` with one checkpoint after the other, newest first, until it does not raise DamagedCheckpoint.
 
-    def __init__(self, folder: CheckpointFolder) -> None:
-        """List the candidates. Raises CheckpointError."""
-        self._folder = folder
-        self._left = folder.candidates()
-        self.damaged: list[Damaged] = []
-        """The checkpoints that were passed over, newest first."""
-
-    def next(self) -> Path | None:
-        """Return the newest checkpoint that was not passed over; None if the folder has no checkpoints at all.
-
-        Raises CheckpointError once all have been passed over.
-        """
-        if self._left:
-            return self._left[0]
-        if not self.damaged:
-            return None
-        newest = self.damaged[0].problem
-        reason = (
-            f"no checkpoint here is whole; of the newest, {newest.path}: {newest.reason}. Restore the file, or move "
-            f"{', '.join(damaged.path.name for damaged in self.damaged)} out of the folder to begin from the initial "
-            "weights"
-        )
-        raise CheckpointError(str(self._folder.folder), reason)
-
-    def pass_over(self, problem: DamagedCheckpoint) -> None:
-        """Record that the checkpoint from ``next`` is damaged."""
-        path = self._left.pop(0)
-        self.damaged.append(Damaged(path, problem, step_of(path)))
-
-    def set_aside(self) -> list[Path]:
-        """Rename the damaged checkpoints. Returns their new paths, in order. Raises CheckpointError."""
-        return [self._folder.set_aside_damaged(damaged.path) for damaged in self.damaged]
-
-
-def newest_whole(folder: CheckpointFolder, limit_bytes: int | None) -> tuple[Found | None, NewestWholeSearch]:
-    """Find the newest checkpoint that ``CheckpointFolder.verify_all`` finds whole; None in an empty folder.
-
-    Also returns the search, which knows the damaged ones; nothing is renamed. Raises CheckpointError.
+    Returns the result of ``check``, and the damaged checkpoints, newest first; None for a folder without checkpoints.
+    Nothing is renamed. Raises CheckpointError if all checkpoints are damaged.
     """
-    search = NewestWholeSearch(folder)
-    while (path := search.next()) is not None:
+    damaged: list[Damaged] = []
+    for path in folder.candidates():
         try:
-            found = folder.at(path)
-            folder.verify_all(found, limit_bytes)
+            return check(path), damaged
         except DamagedCheckpoint as problem:
-            search.pass_over(problem)
-        else:
-            return found, search
-    return None, search
+            damaged.append(Damaged(path, problem, step_of(path)))
+    if not damaged:
+        return None, []
+    newest = damaged[0].problem
+    reason = (
+        f"no checkpoint here is whole; of the newest, {newest.path}: {newest.reason}. Restore the file, or move "
+        f"{', '.join(each.path.name for each in damaged)} out of the folder to begin from the initial weights"
+    )
+    raise CheckpointError(str(folder.folder), reason)

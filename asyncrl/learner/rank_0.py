@@ -75,7 +75,7 @@ class Rank0:
     async def setup(self) -> None:
         """Meet the other ranks, restore the newest checkpoint, and make all objects.
 
-        Fails as VersionNumbers, Backend.setup and NewestWholeSearch do.
+        Fails as VersionNumbers, Backend.setup and CheckpointWriter.restore do.
         """
         actor, config, services = self._actor, self._config, self._services
         # First, because no version can be published without the numbers: a failure must come before slow work.

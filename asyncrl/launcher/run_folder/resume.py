@@ -19,7 +19,7 @@ from pathlib import Path
 
 from asyncrl.checkpoint.contents import CheckpointState, read_state
 from asyncrl.checkpoint.folder import COMPLETE, CheckpointFolder, Found, checkpoint_dir
-from asyncrl.checkpoint.step_back import NewestWholeSearch, newest_whole
+from asyncrl.checkpoint.step_back import Damaged, newest_whole
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.config.resuming import Applies, applies, differences
@@ -46,8 +46,8 @@ class Resumption:
     """True if nothing is left to do: all steps are trained, and the model is exported unless export_at_end is off."""
     others: list[Path] = field(default_factory=list)
     """Other runs of the name that ``auto`` did not choose."""
-    search: NewestWholeSearch | None = None
-    """The search that found the checkpoint; None if the user named one. ``begin`` renames the damaged ones it met."""
+    damaged: list[Damaged] = field(default_factory=list)
+    """Damaged checkpoints that are newer than ``checkpoint``; ``begin`` renames them."""
     prompts: KnownPrompts | None = None
     """Fingerprint and number of the prompts that the run must have; None if they may differ."""
     state: CheckpointState | None = None
@@ -81,8 +81,7 @@ class Resumption:
         """Warnings for the user before the start, a line each."""
         if self.checkpoint is None:
             return [f"{self.folder.path} has no checkpoint: training begins from the initial weights, at step 1"]
-        damaged = self.search.damaged if self.search is not None else []
-        return [one.describe(self.checkpoint.path, self.checkpoint.step) for one in damaged]
+        return [one.describe(self.checkpoint.path, self.checkpoint.step) for one in self.damaged]
 
     def begin(self, config: Config) -> list[Path]:
         """Begin the attempt in the folder, and rename damaged checkpoints and those newer than ``checkpoint``.
@@ -92,8 +91,9 @@ class Resumption:
         begin_attempt(self.folder, config)
         if self.checkpoint is None:
             return []
-        aside = self.search.set_aside() if self.search is not None else []
-        return aside + CheckpointFolder(self.checkpoint.path.parent).set_aside_above(self.checkpoint)
+        checkpoints = CheckpointFolder(self.checkpoint.path.parent)
+        aside = [checkpoints.set_aside_damaged(one.path) for one in self.damaged]
+        return aside + checkpoints.set_aside_above(self.checkpoint)
 
 
 def find_resumption(config: Config, place: str) -> tuple[Config, Resumption]:
@@ -115,12 +115,12 @@ def find_resumption(config: Config, place: str) -> tuple[Config, Resumption]:
     tree["run"] |= {"dir": str(path.parent), "name": path.name}
     config = validate_config(tree)
     checkpoints = CheckpointFolder(checkpoint_dir(config, path))
-    search: NewestWholeSearch | None = None
+    damaged: list[Damaged] = []
     found: Found | None
     if chosen is None:
-        found, search = newest_whole(checkpoints, CHECKED_BYTES)
+        found, damaged = newest_whole(checkpoints, lambda each: _verified(checkpoints, each, CHECKED_BYTES))
     else:
-        found = _verified(checkpoints, chosen, path)
+        found = _verified_named(checkpoints, chosen, path)
     is_finished, prompts, state = False, None, None
     if found is not None:
         state = read_state(found.path)
@@ -134,7 +134,7 @@ def find_resumption(config: Config, place: str) -> tuple[Config, Resumption]:
         checkpoint=found,
         is_finished=is_finished,
         others=other_runs,
-        search=search,
+        damaged=damaged,
         prompts=prompts,
         state=state,
     )
@@ -168,18 +168,23 @@ def _written_at(config: Config, path: Path) -> float:
     return (mark if mark.exists() else checkpoints[0]).stat().st_mtime
 
 
-def _verified(checkpoints: CheckpointFolder, chosen: Path, run: Path) -> Found:
+def _verified(checkpoints: CheckpointFolder, path: Path, limit_bytes: int | None) -> Found:
+    """Verify the checkpoint at ``path`` as ``CheckpointFolder.verify_all`` does, and return it."""
+    found = checkpoints.at(path)
+    checkpoints.verify_all(found, limit_bytes)
+    return found
+
+
+def _verified_named(checkpoints: CheckpointFolder, chosen: Path, run: Path) -> Found:
     """Verify every byte of ``chosen``, a checkpoint that the user has named, and return it. Raises CheckpointError."""
     try:
-        found = checkpoints.at(chosen)
-        checkpoints.verify_all(found, None)
+        return _verified(checkpoints, chosen, None)
     except DamagedCheckpoint as problem:
         reason = (
             f"{problem.reason}. --resume names this damaged checkpoint: restore the file, name another one, or resume "
             f"from the newest whole one by --resume {run}"
         )
         raise CheckpointError(problem.path, reason) from problem
-    return found
 
 
 def _locate(config: Config, place: Path) -> tuple[Path, Path | None]:

@@ -31,10 +31,10 @@ from asyncrl.checkpoint.contents import (
     write_contents,
 )
 from asyncrl.checkpoint.folder import CheckpointFolder
-from asyncrl.checkpoint.step_back import NewestWholeSearch
+from asyncrl.checkpoint.step_back import newest_whole
 from asyncrl.config.operation import CheckpointConfig
 from asyncrl.core.disk import free_bytes, no_room
-from asyncrl.core.errors import CheckpointError, DamagedCheckpoint
+from asyncrl.core.errors import CheckpointError
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.checkpoint.failed_writes import FailedWrite, Kept, checkpoint_complete_again, checkpoint_failed
 from asyncrl.messages import Request
@@ -105,23 +105,18 @@ class CheckpointWriter:
         # The claim comes before any reading: after it, an earlier incarnation of the learner can commit nothing.
         await asyncio.to_thread(self._folder.claim, self._incarnation)
         await loop.run_in_executor(self._thread, self._backend.sees, self._folder.folder)
-        search = await asyncio.to_thread(NewestWholeSearch, self._folder)
-        while (path := search.next()) is not None:
-            try:
-                contents = await asyncio.to_thread(self._read, path)
-                await loop.run_in_executor(self._thread, self._backend.load, path / TRAINER)
-            except DamagedCheckpoint as problem:
-                await asyncio.to_thread(search.pass_over, problem)
-                continue
-            new_names = await asyncio.to_thread(search.set_aside)
-            self.newest = Kept(version=contents.state.version, step=contents.state.step, path=path)
-            for damaged, now_at in zip(search.damaged, new_names, strict=True):
-                self._notify(f"damaged {damaged.path.name}", damaged.describe(path, contents.state.step, now_at))
-            if search.damaged:
-                # The controller may still name a damaged one as the newest.
-                self._announce(self.newest)
-            return contents
-        return None
+        contents, damaged = await asyncio.to_thread(newest_whole, self._folder, self._load)
+        if contents is None:
+            return None
+        new_names = await asyncio.to_thread(lambda: [self._folder.set_aside_damaged(each.path) for each in damaged])
+        step = contents.state.step
+        self.newest = Kept(version=contents.state.version, step=step, path=contents.path)
+        for each, now_at in zip(damaged, new_names, strict=True):
+            self._notify(f"damaged {each.path.name}", each.describe(contents.path, step, now_at))
+        if damaged:
+            # The controller may still name a damaged one as the newest.
+            self._announce(self.newest)
+        return contents
 
     async def write(
         self,
@@ -301,10 +296,15 @@ class CheckpointWriter:
         except CheckpointError as error:
             self._log.warning("old checkpoints could not be removed", error=str(error))
 
-    def _read(self, path: Path) -> Contents:
-        """Verify the files that COMPLETE lists, then read state and groups. Raises CheckpointError."""
+    def _load(self, path: Path) -> Contents:
+        """Verify the files that COMPLETE lists, read state and groups, and load the rest into the backend.
+
+        Blocks until the backend has loaded its files on its thread. Raises CheckpointError.
+        """
         self._folder.verify(self._folder.at(path))
-        return read_contents(path)
+        contents = read_contents(path)
+        self._thread.submit(self._backend.load, path / TRAINER).result()
+        return contents
 
 
 def _group_bytes(group: Group) -> int:
