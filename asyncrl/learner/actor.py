@@ -6,6 +6,13 @@ every outcome (rank_0.py). The other ranks follow its collectives and keep only 
 At every start the learner continues from the newest whole checkpoint, or from the initial weights. It publishes the
 weights under a new number and reports the state of the run to the dataloader. When a rank dies, all ranks start again:
 a surviving rank fails in the next collective, or is ended before.
+
+A start of all ranks is a generation of the learner; its number is the incarnation of the ranks. The ranks meet in a
+store of torch.distributed. Invariant: a rank joins the store of its own generation, even if the controller knows other
+generations. Calls to the controller are repeated until it or its successor answers.
+
+Fails with RemoteError when the controller refuses, and with DeadlineExceeded when rank 0 is not found in time. Fails
+with Refused when rank 0 is of a newer generation: this rank must start again.
 """
 
 from __future__ import annotations
@@ -13,19 +20,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from asyncrl.core.errors import NonFiniteStep
+from asyncrl.core.errors import DeadlineExceeded, NonFiniteStep, Refused
 from asyncrl.learner.backends.backend import Backend, create
-from asyncrl.learner.controller_link import RANK_0, ControllerLink
 from asyncrl.learner.groups.intake import Deliveries
 from asyncrl.learner.rank_0 import Rank0
+from asyncrl.messages import Request
+from asyncrl.messages.actors import ActorRecord, Resolve, Resolved
 from asyncrl.messages.learner import RolloutStats
 from asyncrl.messages.monitor import Resource
 from asyncrl.observe.group_log import GroupLog
 from asyncrl.observe.trace import PHASES, Track
-from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
+from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext, Caller, handler
+from asyncrl.rpc.calls.retry import reply_unless_away
 
+RANK_0 = "learner/0"
 PHASE_STATES = {"copy": "publishing", "probe": "publishing", "take the GPU": "waiting"}
 """State of a rank above 0 in a phase of the backend's work; in all other phases it is ``training``."""
 
@@ -41,7 +51,6 @@ class Learner(Actor):
     def __init__(self, context: ActorContext) -> None:
         super().__init__(context)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
-        self._controller = ControllerLink(self)
         self._backend: Backend | None = None
         """The backend of this rank; None before ``setup`` has made it."""
         self._group_log = GroupLog(self.name)
@@ -70,15 +79,37 @@ class Learner(Actor):
         phases = self.trace.track("phases", PHASES)
         backend.on_phase = lambda name: self._phase(phases, name)
         if not self._is_rank_0:
-            timeout_s = self.config.supervision.start_timeout_s
-            host, port = await self._controller.find_store(self.context.incarnation, timeout_s)
+            host, port = await self._find_store()
             self.states.enter("starting", "model")
             await self._on_thread(lambda: backend.setup(host, port))
             return
-        rank_0 = Rank0(self, backend, self._thread, self._controller, self._deliveries, self._group_log)
+        rank_0 = Rank0(self, backend, self._thread, self._report_to_controller, self._deliveries, self._group_log)
         await rank_0.setup()
         self._rank_0 = rank_0
         await rank_0.start()
+
+    async def _find_store(self) -> tuple[str, int]:
+        """Ask the controller for rank 0 of this generation until it is known. Returns host and port of its store."""
+        loop, generation = asyncio.get_running_loop(), self.context.incarnation
+        timeout_s = self.config.supervision.start_timeout_s
+        deadline = loop.time() + timeout_s
+        while loop.time() < deadline:
+            # ``unready``: rank 0 becomes ready only after all ranks have met. ``above`` skips earlier generations.
+            request = Resolve(name=RANK_0, above=generation - 1, unready=True)
+            reply: Resolved | None = await self._ask_controller(request)
+            if reply is not None and reply.record is not None:
+                return store_of(reply.record, generation)
+        raise DeadlineExceeded(self.name, RANK_0, "the rendezvous of the ranks", timeout_s)
+
+    async def _report_to_controller(self, request: Request) -> None:
+        """Send a request to the controller until it is answered. Raises RemoteError."""
+        with self.awaits.on(CONTROLLER, type(request).__name__):
+            while await self._ask_controller(request) is None:
+                pass
+
+    async def _ask_controller(self, request: Request) -> Any:
+        """Call the controller once. Returns None, after a pause, if the call must be repeated. Raises RemoteError."""
+        return await reply_unless_away(self.peer(CONTROLLER).call(request), self.log, "controller")
 
     def _phase(self, track: Track, name: str) -> None:
         """Enter a phase of the backend's work, or leave it if the name is empty. Runs on the training thread."""
@@ -151,3 +182,10 @@ class Learner(Actor):
         """Take the statistics of a rollouter since its last report."""
         if self._rank_0 is not None:
             self._rank_0.lines.stats(caller.name, caller.incarnation, request)
+
+
+def store_of(rank_0: ActorRecord, generation: int) -> tuple[str, int]:
+    """Host and port of the store in the record ``rank_0``. Raises Refused if the record is of another generation."""
+    if rank_0.incarnation != generation:
+        raise Refused(RANK_0, "incarnation", ours=str(generation), theirs=str(rank_0.incarnation))
+    return rank_0.facts["store_host"], rank_0.facts["store_port"]

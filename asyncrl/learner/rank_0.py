@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -25,7 +25,6 @@ from asyncrl.learner.algorithm.supervised_steps import SupervisedSteps
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter
 from asyncrl.learner.checkpoint.final_writes import FinalWrites
-from asyncrl.learner.controller_link import ControllerLink
 from asyncrl.learner.groups.component_names import ComponentNames
 from asyncrl.learner.groups.dataloader_link import DATALOADER, DataloaderLink
 from asyncrl.learner.groups.evals import EvalCollector
@@ -64,11 +63,12 @@ class Rank0:
         actor: Actor,
         backend: Backend,
         thread: ThreadPoolExecutor,
-        controller: ControllerLink,
+        report: Callable[[Request], Coroutine[None, None, None]],
         deliveries: Deliveries,
         group_log: GroupLog,
     ) -> None:
-        self._actor, self._backend, self._thread, self._controller = actor, backend, thread, controller
+        """``report`` sends a message to the controller until it is answered."""
+        self._actor, self._backend, self._thread, self._report = actor, backend, thread, report
         self._config, self._services, self._run_dir = actor.config, actor.services, actor.context.run_dir
         self._deliveries, self._group_log, self._grace_watch = deliveries, group_log, GraceWatch(actor.config)
 
@@ -92,7 +92,7 @@ class Rank0:
             self._backend,
             self._thread,
             services,
-            self._controller.report,
+            self._report,
             config=config.checkpoint,
             tasks=actor.tasks,
             track=actor.trace.track("checkpoint", CHECKPOINTS),
@@ -321,7 +321,7 @@ class Rank0:
                     # With checkpoint.every_versions the call above began the last checkpoint already.
                     await self._final_writes.begin(preempted=True)
         failure = await self._finish(preempted=preempted)
-        await self._controller.report(RunFinished(preempted=preempted, failure=failure))
+        await self._report(RunFinished(preempted=preempted, failure=failure))
         states.enter("done")
 
     async def _finish(self, *, preempted: bool) -> str:

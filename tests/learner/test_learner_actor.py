@@ -3,7 +3,7 @@
 import pytest
 
 from asyncrl.core.errors import Refused
-from asyncrl.learner.controller_link import RANK_0, store_of
+from asyncrl.learner.actor import RANK_0, store_of
 from asyncrl.messages.actors import ActorRecord
 
 RECORD = ActorRecord(name=RANK_0, incarnation=8, address="", facts={"store_host": "10.0.0.1", "store_port": 4711})
