@@ -1,18 +1,26 @@
-"""Work on a daemon thread of its own: memory, a disk or a library that hangs cannot keep the process from ending.
+"""Work on threads: ``run_on`` awaits work on the thread of an executor, ``on_daemon`` starts a daemon thread.
 
-``wait_for`` fails with DeadlineExceeded if the work does not end in time. The thread is then left behind.
+Memory, a disk or a library that hangs on a daemon thread cannot keep the process from ending. ``wait_for`` fails with
+DeadlineExceeded if the work does not end in time. The thread is then left behind.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
-from typing import Any, TypeVar
+from concurrent.futures import Executor, Future, wait
+from typing import Any, TypeVar, TypeVarTuple
 
 from asyncrl.core.errors import DeadlineExceeded
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+async def run_on(executor: Executor, work: Callable[[*Ts], T], *arguments: *Ts) -> T:
+    """Run ``work`` with these arguments on a thread of ``executor``, and return its result or raise its error."""
+    return await asyncio.get_running_loop().run_in_executor(executor, work, *arguments)
 
 
 def on_daemon(name: str, work: Callable[[], T]) -> Future[T]:

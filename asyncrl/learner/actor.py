@@ -18,11 +18,12 @@ with Refused when rank 0 is of a newer generation: this rank must start again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 from asyncrl.core.errors import DeadlineExceeded, NonFiniteStep, Refused
+from asyncrl.core.threads import run_on
 from asyncrl.learner.backends.backend import Backend, create
 from asyncrl.learner.groups.intake import Deliveries
 from asyncrl.learner.rank_0 import Rank0
@@ -38,8 +39,6 @@ from asyncrl.rpc.calls.retry import reply_unless_away
 RANK_0 = "learner/0"
 PHASE_STATES = {"copy": "publishing", "probe": "publishing", "take the GPU": "waiting"}
 """State of a rank above 0 in a phase of the backend's work; in all other phases it is ``training``."""
-
-T = TypeVar("T")
 
 
 class Learner(Actor):
@@ -75,13 +74,13 @@ class Learner(Actor):
     async def setup(self) -> None:
         """Make the backend and meet the other ranks; on rank 0 also restore the run and begin to publish versions."""
         self.states.enter("starting", "imports")
-        self._backend = backend = await self._on_thread(lambda: create(self.config, self.context.index))
+        self._backend = backend = await run_on(self._thread, create, self.config, self.context.index)
         phases = self.trace.track("phases", PHASES)
         backend.on_phase = lambda name: self._phase(phases, name)
         if not self._is_rank_0:
             host, port = await self._find_store()
             self.states.enter("starting", "model")
-            await self._on_thread(lambda: backend.setup(host, port))
+            await run_on(self._thread, backend.setup, host, port)
             return
         rank_0 = Rank0(self, backend, self._thread, self._report_to_controller, self._deliveries, self._group_log)
         await rank_0.setup()
@@ -142,7 +141,7 @@ class Learner(Actor):
         """Follow the commands of rank 0 until they end, or a step is not finite and may not be skipped."""
         while True:
             try:
-                await self._on_thread(backend.follow)
+                await run_on(self._thread, backend.follow)
             except NonFiniteStep as error:
                 self.log.error("step was not finite", error=str(error))
                 if self.config.learner.on_nonfinite == "skip":
@@ -164,13 +163,10 @@ class Learner(Actor):
         # ``setup`` may have failed at any point, so close only the parts that exist.
         if self._backend is not None:
             self._backend.interrupt()
-            await self._on_thread(self._backend.stop)
+            await run_on(self._thread, self._backend.stop)
         if self._rank_0 is not None:
             await self._rank_0.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-    async def _on_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def resources(self) -> list[Resource]:
         return [self.states.record("rank")]

@@ -14,13 +14,14 @@ import functools
 import math
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 from asyncrl.checkpoint.contents import CheckpointState, Contents
 from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.checkpoint.origin import Origin
 from asyncrl.core.disk import in_words
 from asyncrl.core.errors import CannotLearn
+from asyncrl.core.threads import run_on
 from asyncrl.learner.algorithm.supervised_steps import SupervisedSteps
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter
@@ -46,8 +47,6 @@ from asyncrl.rpc.actor import CONTROLLER, Actor
 from asyncrl.text.sft.conversations import Conversations, load_conversations
 
 PARAMETER_SERVER = "parameter_server/0"
-
-T = TypeVar("T")
 
 
 class Rank0:
@@ -79,8 +78,8 @@ class Rank0:
         """
         actor, config, services = self._actor, self._config, self._services
         # First, because no version can be published without the numbers: a failure must come before slow work.
-        numbers = await self._on_thread(self._read_numbers)
-        start = await self._on_thread(numbers.begin)
+        numbers = await run_on(self._thread, self._read_numbers)
+        start = await run_on(self._thread, numbers.begin)
         if numbers.problem:
             above = f"new versions are above {numbers.version}, the highest in checkpoints and metrics"
             actor.notify("version mark", f"{self._run_dir / MARK_FILE} {numbers.problem}; {above}")
@@ -106,12 +105,12 @@ class Rank0:
     async def _meet(self) -> None:
         """Open the store at which the ranks meet, publish its host and port, and set up the backend with them."""
         actor, backend = self._actor, self._backend
-        host, port = await self._on_thread(lambda: backend.open_store(actor.context.host))
+        host, port = await run_on(self._thread, backend.open_store, actor.context.host)
         # The other ranks find the store by these facts, and backend.setup waits for the ranks.
         actor.facts = {"store_host": host, "store_port": port}
         await actor.publish_facts()
         actor.states.enter("starting", "model")
-        await self._on_thread(lambda: backend.setup(host, port))
+        await run_on(self._thread, backend.setup, host, port)
         for index, text in enumerate(backend.rejected_speedups):
             actor.notify(f"start-up check {index}", text)
 
@@ -421,6 +420,3 @@ class Rank0:
 
     def _call_parameter_server(self, request: Request) -> asyncio.Future[Any]:
         return self._actor.peer(PARAMETER_SERVER).call(request)
-
-    async def _on_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)

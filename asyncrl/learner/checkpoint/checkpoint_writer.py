@@ -35,6 +35,7 @@ from asyncrl.checkpoint.step_back import newest_whole
 from asyncrl.config.operation import CheckpointConfig
 from asyncrl.core.disk import free_bytes, no_room
 from asyncrl.core.errors import CheckpointError
+from asyncrl.core.threads import run_on
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.checkpoint.failed_writes import FailedWrite, Kept, checkpoint_complete_again, checkpoint_failed
 from asyncrl.messages import Request
@@ -101,10 +102,9 @@ class CheckpointWriter:
         Returns None if the folder has no checkpoint. Damaged newer ones are renamed and reported. Comes after
         ``Backend.setup``. Raises CheckpointError.
         """
-        loop = asyncio.get_running_loop()
         # The claim comes before any reading: after it, an earlier incarnation of the learner can commit nothing.
         await asyncio.to_thread(self._folder.claim, self._incarnation)
-        await loop.run_in_executor(self._thread, self._backend.sees, self._folder.folder)
+        await run_on(self._thread, self._backend.sees, self._folder.folder)
         contents, damaged = await asyncio.to_thread(newest_whole, self._folder, self._load)
         if contents is None:
             return None
@@ -149,8 +149,7 @@ class CheckpointWriter:
         needed = self._backend.checkpoint_bytes() + group_bytes + ledger_bytes + AROUND_BYTES
         try:
             partial = await asyncio.to_thread(self._begin, state.version, needed)
-            loop = asyncio.get_running_loop()
-            saving = await loop.run_in_executor(self._thread, self._backend.save, partial / TRAINER)
+            saving = await run_on(self._thread, self._backend.save, partial / TRAINER)
         except CheckpointError as error:
             try:
                 await self._report_failure(state, error, needed)

@@ -22,6 +22,7 @@ from pathlib import Path
 from asyncrl.config import Config
 from asyncrl.core.disk import free_bytes, full_errno, in_words, no_room
 from asyncrl.core.errors import ActorFailed, AsyncRLError
+from asyncrl.core.threads import run_on
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter
 from asyncrl.learner.checkpoint.failed_writes import FailedWrite, end_of_run, wait_for_disk_space, waits_for_room
@@ -153,7 +154,7 @@ class FinalWrites:
         if free is not None and free < needed:
             return await self._make_failure(folder, needed, errno.ENOSPC)
         try:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._backend.export, folder)
+            await run_on(self._thread, self._backend.export, folder)
         except Exception as error:
             self._log.error("the model is not exported", error=str(error))
             if isinstance(error, OSError) and not isinstance(error, AsyncRLError):

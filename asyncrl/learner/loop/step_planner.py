@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from asyncrl.config import Config
 from asyncrl.config.operation import LAST_GROUPS_SHARE
 from asyncrl.core.errors import CannotLearn
+from asyncrl.core.threads import run_on
 from asyncrl.learner.algorithm.advantages import Advantage, Penalties
 from asyncrl.learner.algorithm.batch import GroupScores, StepPlan, build_step
 from asyncrl.learner.algorithm.scoring import build_scoring, by_group, kl_penalties
@@ -234,7 +235,7 @@ class StepPlanner:
                 wait.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
         if not self._news.is_set():
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._backend.rest)
+            await run_on(self._thread, self._backend.rest)
 
     async def _wait(self) -> bool:
         """Do what ``wait`` says; while a version is overdue, try it again at each ``retry_at``."""
@@ -330,7 +331,7 @@ class StepPlanner:
             return await early.plan
         self._discard_early_plan()
         teacher = await self._teacher.scores(inputs.groups) if self._teacher is not None else None
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._make, inputs, teacher)
+        return await run_on(self._thread, self._make, inputs, teacher)
 
     def close(self) -> None:
         """Stop planning; call it after ``run`` has ended."""

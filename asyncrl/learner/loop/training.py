@@ -21,17 +21,17 @@ steps were published.
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.core.errors import ActorFailed, CannotLearn, NonFiniteStep
+from asyncrl.core.threads import run_on
 from asyncrl.learner.algorithm.batch import StepPlan, step_metrics
 from asyncrl.learner.algorithm.group_metrics import observe_staleness
 from asyncrl.learner.algorithm.probe_sequences import from_groups, from_prompts, probe_length
@@ -50,8 +50,6 @@ from asyncrl.messages.groups import Group, is_truncated, versions_of
 from asyncrl.observe.group_log import NOT_TRAINED, TRAINED, GroupLog
 from asyncrl.observe.trace import Track
 from asyncrl.rpc.services import ActorServices
-
-T = TypeVar("T")
 
 
 class Training:
@@ -125,8 +123,8 @@ class Training:
             began = self._clock.now()
             self._states.enter("training")
             self._track.enter("warm step", step=number)
-            plan = await self._on_thread(functools.partial(supervised.warm_step, number))
-            trained = await self._on_thread(functools.partial(self._backend.train, plan))
+            plan = await run_on(self._thread, supervised.warm_step, number)
+            trained = await run_on(self._thread, self._backend.train, plan)
             self._track.leave()
             self._counters["sft/warm_steps"] = number
             self._counters.add("learner/tokens", plan.tokens)
@@ -251,7 +249,7 @@ class Training:
                 return None
             self._track.enter("train", step=step.step, version=version, **_sampling_versions(groups))
             train_metrics, group_metrics = await asyncio.gather(
-                self._on_thread(lambda: self._backend.train(plan)),
+                run_on(self._thread, self._backend.train, plan),
                 asyncio.to_thread(step_metrics, groups, filtered, version, self._config),
             )
         except NonFiniteStep as error:
@@ -269,7 +267,7 @@ class Training:
             groups = [group for group in groups if group.lease.uid in error.trained]
             plan = _trained_part(plan, error.trained)
             group_metrics = step_metrics(groups, filtered, version, self._config)
-        await self._on_thread(lambda: observe_staleness(self._histograms, groups, version, self._config.staleness))
+        await run_on(self._thread, observe_staleness, self._histograms, groups, version, self._config.staleness)
         train_ended = self._clock.now()
         take_gpu_s = self._backend.gpu_wait_s - gpu_wait_before_s
         self._track.leave()
@@ -345,9 +343,6 @@ class Training:
                 await self._versions.retry(math.inf)
                 return
             await self._versions.insist(give_up_at)
-
-    async def _on_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
 def _masked_text(groups: list[Group], step: int, version: int, config: Config) -> str:

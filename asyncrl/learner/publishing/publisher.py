@@ -26,6 +26,7 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.core.errors import AsyncRLError, RemoteError
+from asyncrl.core.threads import run_on
 from asyncrl.messages import Request
 from asyncrl.messages.weights import (
     AnnounceBroadcast,
@@ -110,7 +111,7 @@ class Publisher:
     async def start(self, *, on_gpu: bool) -> None:
         """Bind the store at which members of broadcasts meet, if there are any. Raises the errors of Sender."""
         if (backend := collective_backend(self._config, on_gpu=on_gpu)) is not None:
-            self._sender = await self._on_send_thread(lambda: make_sender(backend, self._config, self._host))
+            self._sender = await run_on(self._send_thread, make_sender, backend, self._config, self._host)
 
     async def publish(self, version: HeldVersion, tasks: asyncio.TaskGroup) -> None:
         """Make this the newest version, which ``run`` publishes next. An older one that was not sent is skipped.
@@ -147,7 +148,7 @@ class Publisher:
         """Close everything, after all tasks have ended. A send under way has ``within_s`` to end."""
         if self._sender is not None:
             # On the sending thread, so it runs after a send that is under way.
-            closing = asyncio.ensure_future(self._on_send_thread(self._sender.close))
+            closing = asyncio.ensure_future(run_on(self._send_thread, self._sender.close))
             await asyncio.wait([closing], timeout=within_s)
             if not closing.done():
                 self._sender.abort("the learner ends")
@@ -221,7 +222,7 @@ class Publisher:
             async with asyncio.TaskGroup() as tasks:
                 watching = tasks.create_task(self._watch_broadcast(sender, watch))
                 try:
-                    await self._on_send_thread(lambda: sender.send(group, version.version, buckets))
+                    await run_on(self._send_thread, sender.send, group, version.version, buckets)
                     self._log.info("broadcast sent", version=version.version, epoch=group.epoch)
                 except (AsyncRLError, OSError, RuntimeError) as problem:
                     error = str(problem) or type(problem).__name__
@@ -249,6 +250,3 @@ class Publisher:
             self._log.error("broadcast is refused", request=what, error=str(error))
             return None
         return state
-
-    async def _on_send_thread(self, work: Callable[[], Any]) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._send_thread, work)

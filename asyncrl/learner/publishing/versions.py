@@ -29,7 +29,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -38,6 +38,7 @@ from asyncrl.config import Config
 from asyncrl.core.disk import full_errno, in_bytes, in_words
 from asyncrl.core.errors import ActorFailed, AsyncRLError, ConfigError
 from asyncrl.core.files import replace_file
+from asyncrl.core.threads import run_on
 from asyncrl.learner.algorithm.probe_sequences import ProbeSequence
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
@@ -49,7 +50,6 @@ from asyncrl.observe.trace import Track
 from asyncrl.rpc.services import ActorServices
 from asyncrl.weights.held_version import HeldVersion
 
-T = TypeVar("T")
 RETRY_S = 5.0
 """Pause before an overdue version is tried again (s)."""
 RETRY_IN_TURN_S = 60.0
@@ -223,12 +223,12 @@ class Versions:
         self._track.enter("publish")
         try:
             # An ending actor waits for this thread, so no number is given after the actor's successor has begun.
-            version = await self._on_thread(self._numbers.advance)
-            probe = await self._on_thread(lambda: self._backend.probe(self.probed))
+            version = await run_on(self._thread, self._numbers.advance)
+            probe = await run_on(self._thread, self._backend.probe, self.probed)
             # The new copy overwrites the last one, so its assembly must have ended.
             await self.settled()
             self._track.enter(f"copy v{version}", version=version)
-            assembly = await self._on_thread(lambda: self._backend.publish(version, probe))
+            assembly = await run_on(self._thread, self._backend.publish, version, probe)
         finally:
             self._track.leave()
         self._failed = False
@@ -275,9 +275,6 @@ class Versions:
                 f"(checkpoint.room_wait_s). To do: {failure.to_do}"
             )
             self._notify(NOTICE, text, meanwhile=meanwhile, waits_for=failure.waits_for)
-
-    async def _on_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
 class _Failure(NamedTuple):
