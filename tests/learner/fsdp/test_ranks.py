@@ -52,7 +52,7 @@ def _long_run(rank: int, addresses: Any) -> list[Any]:
         said.append(ranks.commands.next())
     mine = [np.arange(3, dtype=np.uint8), np.arange(5, dtype=np.uint8)]
     said.append(ranks.scatter(mine if rank == 0 else None, 5 if rank else 3, "buffers").tolist())
-    said.append(ranks.broadcast_bytes("wörd".encode() if rank == 0 else None, "a word").decode())
+    said.append(ranks.exchange(b"word" if rank == 0 else b"", "a word"))
     said.append(ranks.all_gather([rank, 0.1], "sums").tolist())
     said.append(ranks.agree(None, "nothing"))
     said.append(ranks.agree(f"wrong at {rank}" if rank else None, "something"))
@@ -73,7 +73,7 @@ def _long_run(rank: int, addresses: Any) -> list[Any]:
 def test_a_follower_waits_for_commands_without_limit_and_for_collectives_with_one(pools) -> None:
     first, (command, *second) = pools.play(2, _long_run)
     assert command == See("first")
-    words = ["wörd", [[0.0, 0.1], [1.0, 0.1]], [], ["wrong at 1"]]
+    words = [[b"word", b""], [[0.0, 0.1], [1.0, 0.1]], [], ["wrong at 1"]]
     assert first == [[0, 1, 2], *words]
     *second, error = second
     # Interrupted while it waits, and before it waits.

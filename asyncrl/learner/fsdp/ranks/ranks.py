@@ -277,11 +277,6 @@ class Ranks:
                     dist.recv(torch.from_numpy(found[-1]), rank)
             return found
 
-    def broadcast_bytes(self, data: bytes | None, what: str) -> bytes:
-        """Return the ``data`` of rank 0, on all ranks; the other ranks pass None."""
-        with self.waiting(what):
-            return _broadcast(data or b"", 0)
-
     def all_gather(self, values: Sequence[float], what: str) -> np.ndarray:
         """Exchange equally many numbers among all ranks. Returns float64 [world size, len(values)] on each."""
         with self.waiting(what):
@@ -292,13 +287,8 @@ class Ranks:
 
     def agree(self, problem: str | None, what: str) -> list[str]:
         """Exchange problems, each rank its own or None. Returns all of them on each rank, in order; [] without any."""
-        if not self.all_gather([float(problem is not None)], what).any():
-            return []
-        with self.waiting(what):
-            problems = [
-                _broadcast((problem or "").encode() if r == self.rank else b"", r) for r in range(self.world_size)
-            ]
-        return [words.decode() for words in problems if words]
+        answers = self.exchange((problem or "").encode(), what)
+        return [answer.decode() for answer in answers if answer]
 
     @property
     def replica(self) -> int:
@@ -317,20 +307,23 @@ class Ranks:
             group = dist.new_group(range(members), backend="gloo", timeout=timedelta(seconds=timeout_s))
         return group if isinstance(group, dist.ProcessGroup) else None
 
-    def exchange(self, data: bytes, group: dist.ProcessGroup | None, what: str, timeout_s: float) -> list[bytes]:
-        """All ranks together, from any thread: exchange ``data``. Returns that of every rank, in order of rank.
+    def exchange(
+        self, data: bytes, what: str, group: dist.ProcessGroup | None = None, timeout_s: float | None = None
+    ) -> list[bytes]:
+        """All ranks together: exchange ``data``. Returns that of every rank, in order of rank.
 
-        ``group`` was created by ``another_group`` with ``timeout_s``; nothing else may use the group meanwhile. The
-        collectives of the training may run at the same time on another thread.
+        With a ``group`` from ``another_group``, whose limit is ``timeout_s``, any thread may call this. The collectives
+        of the training may then run on another thread, but nothing else may use the group meanwhile.
         """
-        if group is None:
-            assert self.world_size == 1
+        if self.world_size == 1:
             return [data]
         with self.waiting(what, timeout_s):
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
             dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
-            # all_gather needs tensors of one size, so the data of each rank are padded to the longest.
             longest = max(int(size) for size in sizes)
+            if longest == 0:
+                return [b""] * self.world_size
+            # all_gather needs tensors of one size, so the data of each rank are padded to the longest.
             own = torch.zeros(longest, dtype=torch.uint8)
             own.numpy()[: len(data)] = np.frombuffer(data, dtype=np.uint8)
             gathered = [torch.empty_like(own) for _ in range(self.world_size)]
@@ -387,17 +380,6 @@ class Ranks:
                 _LOG.warning("not all ranks of the learner left within %.0f s", LEAVE_WAIT_S)
         dist.destroy_process_group()
         del self.commands, self._store, self._command_client, self._interrupter
-
-
-def _broadcast(data: bytes, source: int) -> bytes:
-    """Collective: return the ``data`` of rank ``source`` on all ranks."""
-    size = torch.tensor([len(data)])
-    dist.broadcast(size, source)
-    buffer = torch.empty(int(size), dtype=torch.uint8)
-    if data:
-        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    dist.broadcast(buffer, source)
-    return bytes(buffer.numpy())
 
 
 class CommandLine:

@@ -253,8 +253,8 @@ def _load(
     if problems := ranks.agree(problem, "the check of the ways of scoring"):
         raise ConfigError(list(dict.fromkeys(problems)))
     # All ranks use the choice of rank 0: the last bits of their own results may differ.
-    data = msgspec.msgpack.encode(choice) if ranks.rank == 0 else None
-    choice = msgspec.msgpack.decode(ranks.broadcast_bytes(data, "the ways of scoring"), type=AgreeingWays)
+    choices = ranks.exchange(msgspec.msgpack.encode(choice), "the ways of scoring")
+    choice = msgspec.msgpack.decode(choices[0], type=AgreeingWays)
     policy.reshard()
     # ``fill`` has emptied the values: put this rank's shards back, for the second model.
     loaded.values.update(parts(policy))

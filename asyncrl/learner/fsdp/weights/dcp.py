@@ -157,9 +157,8 @@ def write(folder: Path, staged: StagedState | CheckpointError, ranks: Ranks, gro
     # The copies are in host memory, so there is nothing to prefetch from a device.
     writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
     report = _write_own(folder, staged, ranks, writer)
-    answers = ranks.exchange(
-        msgspec.msgpack.encode(report), group, "what each has written of a checkpoint", EXCHANGE_WAIT_S
-    )
+    data = msgspec.msgpack.encode(report)
+    answers = ranks.exchange(data, "what each has written of a checkpoint", group, EXCHANGE_WAIT_S)
     reports = [msgspec.msgpack.decode(answer, type=_WrittenShards) for answer in answers]
     for rank, found in enumerate(reports):
         if found.problem is not None:
