@@ -74,7 +74,7 @@ def _run(order: dict[str, Any], on_folder: Any) -> int:
     from asyncrl.config.evaluating import for_evaluation
     from asyncrl.config.load import load_config
     from asyncrl.core.errors import AsyncRLError
-    from asyncrl.launcher.launch import run_hosts
+    from asyncrl.launcher.launch import Launch
 
     placeholders = [nested(f"{key}.path", PLACEHOLDER.format(key)) for key in order["rows"]]
     config = load_config([*order["layers"], *placeholders], order["overrides"])
@@ -82,7 +82,7 @@ def _run(order: dict[str, Any], on_folder: Any) -> int:
         config = config.model_copy(update={"eval": {order["set"]: config.eval[order["set"]]}})
     if not order["evaluates"]:
         with _inputs(config, order) as (config, reserved):
-            return run_hosts(config, resume=order["resume"], on_folder=on_folder, reserved=reserved)
+            return Launch(config, on_folder=on_folder, reserved=reserved).launch(order["resume"])
     try:
         with contextlib.ExitStack() as stack:
             model, name = stack.enter_context(chosen_model(config, None, order["checkpoint"]))

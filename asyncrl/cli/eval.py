@@ -157,11 +157,11 @@ def run_evaluation(
     """Launch the evaluation ``config`` (config/evaluating.py) on this host, and follow it to its end.
 
     ``name`` names the model in the result, and ``other`` is the folder of a run to compare with. ``on_folder`` and
-    ``reserved`` are those of ``run_hosts``. Returns the exit code and, if that is 0, the result, which is also in the
+    ``reserved`` are those of ``Launch``. Returns the exit code and, if that is 0, the result, which is also in the
     run folder. Raises AsyncRLError or OSError.
     """
     from asyncrl.core.files import replace_file
-    from asyncrl.launcher.launch import run_hosts
+    from asyncrl.launcher.launch import Launch
     from asyncrl.observe.evaluations import RESULT, read_evaluation
 
     folders: list[Path] = []
@@ -170,7 +170,7 @@ def run_evaluation(
         folders.append(folder)
         on_folder(folder)
 
-    code = run_hosts(config, on_folder=note, reserved=reserved)
+    code = Launch(config, on_folder=note, reserved=reserved).launch()
     if code:
         return code, None
     limits = {name: each.pass_at for name, each in config.eval.items()}

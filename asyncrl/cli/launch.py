@@ -11,7 +11,6 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from asyncrl.cli.command_line import (
@@ -26,7 +25,6 @@ from asyncrl.cli.command_line import (
 )
 
 if TYPE_CHECKING:
-    from asyncrl.config import Config
     from asyncrl.launcher.hosts.hostfile import HostLine
     from asyncrl.launcher.hosts.start import StartCommand
     from asyncrl.launcher.terminal.detach import Detached
@@ -174,10 +172,10 @@ def _run(given: argparse.Namespace, overrides: dict[str, str], detached: Detache
     ``command`` is the user's command line for a later resume. Raises AsyncRLError or OSError.
     """
     from asyncrl.config.load import load_config
-    from asyncrl.launcher.launch import run_hosts
+    from asyncrl.launcher.launch import Launch
 
     dry_run: bool | Literal["json"] = "json" if given.json else given.dry_run
-    lines: list[HostLine] | None = None
+    lines: list[HostLine] = []
     if given.hosts is not None:
         from asyncrl.launcher.hosts.hostfile import read_hostfile, select_hosts
 
@@ -188,32 +186,21 @@ def _run(given: argparse.Namespace, overrides: dict[str, str], detached: Detache
         from asyncrl.launcher.slurm import job_hosts, resume_of, start_of
 
         nodes, start, in_container = job_hosts(), start_of(given.container), given.container is not None
-        resume = resume_of(config, given.resume)
-        return run_hosts(config, nodes, start, resume=resume, dry_run=dry_run, shared=True, everywhere=in_container)
-    if lines is not None:
+        launch = Launch(config, nodes, start, dry_run)
+        return launch.launch(resume_of(config, given.resume), shared=True, everywhere=in_container)
+    if lines:
         from asyncrl.launcher.hosts.start import SshStart
 
         start = SshStart(config.supervision.start_timeout_s, split_ssh_args(given.ssh_args))
-    return run_hosts(
-        config,
-        lines,
-        start,
-        resume=given.resume,
-        dry_run=dry_run,
-        detached=detached,
-        command=command,
-        after_dry_run=partial(_generate, given.generate),
-    )
-
-
-def _generate(count: int | None, config: Config) -> None:
-    """Sample and print responses to the first ``count`` prompts; nothing for None. Raises ConfigError."""
-    if count is not None:
+    launch = Launch(config, lines, start, dry_run, detached, command)
+    code = launch.launch(given.resume)
+    if dry_run and given.generate is not None:
         from asyncrl.launcher.doctor.generate import print_generated
 
         # The event loop of the dry run has reset the signal handlers to Python's defaults.
         raise_at_signals()
-        print_generated(config, count)
+        print_generated(launch.config, given.generate)
+    return code
 
 
 def without_resume(argv: list[str]) -> str:

@@ -7,8 +7,8 @@ file is written before all hosts are reached and every actor is placed. Only ``s
 hosts, differs between ssh and srun.
 
 Until all hosts are prepared, Ctrl-C, a closed terminal, SIGTERM and SIGUSR2 undo the launch. From then on these
-signals preempt the run; a second one ends it at once (follower.py). When ``run_hosts`` returns, no process of the run
-is left here.
+signals preempt the run; a second one ends it at once (follower.py). When ``Launch.launch`` returns, no process of the
+run is left here.
 
 Fails with HostFailed for a host, UsageError for the command line, and ConfigError for the configuration.
 """
@@ -96,67 +96,28 @@ RESUMED_FROM = "resumed_from.txt"
 """File in the folder of logs of a resumed attempt: its checkpoint, changed keys and warnings."""
 
 
-def run_hosts(
-    config: Config,
-    lines: Sequence[HostLine] | None = None,
-    start: StartCommand | None = None,
-    *,
-    resume: str | None = None,
-    dry_run: bool | Literal["json"] = False,
-    shared: bool = False,
-    everywhere: bool = False,
-    detached: Detached | None = None,
-    command: str = "",
-    after_dry_run: Callable[[Config], None] = lambda config: None,
-    on_folder: Callable[[Path], None] = lambda folder: None,
-    reserved: Path | None = None,
-) -> int:
-    """Launch a run on the hosts of ``lines``, or on this host alone, follow it to its end, and return the exit code.
-
-    ``start`` starts commands on the other hosts. ``resume`` is the value of --resume. ``dry_run`` only shows the plan,
-    or with "json" the resolved configuration, and then calls ``after_dry_run`` with that configuration. ``shared``: all
-    hosts see the run folder, so this host may resume a run without being the head. ``everywhere``: this host also gets
-    its part by ``start``, for example because ``start`` leads into a container. ``detached`` is the command that waits
-    in the terminal (terminal/detach.py). ``command`` is the user's command line, for the advice how to resume.
-    ``on_folder`` gets the run folder once the run has one. ``reserved`` is the folder of a new run, if it was made
-    already.
-    """
-    here = [HostLine(socket.gethostname())]
-    launch = Launch(
-        config,
-        here if lines is None else lines,
-        start,
-        dry_run=dry_run,
-        detached=detached,
-        command=command,
-        on_folder=on_folder,
-        reserved=reserved,
-    )
-    # This comes first, because a run that is live or finished needs no checks.
-    launch.look_here(resume, shared=shared, everywhere=everywhere)
-    code = asyncio.run(launch.main())
-    if dry_run:
-        after_dry_run(launch.config)
-    return code
-
-
 @dataclass
 class Launch:
-    """The launch of one run on the hosts of ``lines``; without ``start``, on this host alone.
+    """The launch of one run on the hosts of ``lines``; without any, on this host alone.
 
-    ``run_hosts`` describes the fields that come before ``head``.
+    ``dry_run`` only shows the plan, or with "json" the resolved configuration. ``command`` is the user's command line,
+    for the advice how to resume.
     """
 
     config: Config
-    lines: Sequence[HostLine]
+    lines: Sequence[HostLine] = ()
     start: StartCommand | None = None
+    """Starts commands on the other hosts; None if there are none."""
     dry_run: bool | Literal["json"] = False
     detached: Detached | None = None
+    """The command that waits in the terminal (terminal/detach.py)."""
     command: str = ""
     on_folder: Callable[[Path], None] = lambda folder: None
+    """Gets the run folder once the run has one."""
     reserved: Path | None = None
+    """The folder of a new run, if it was made already."""
     head: str = ""
-    """Name of the head; empty before ``look_here``."""
+    """Name of the head; empty before ``launch``."""
     head_is_here: bool = False
     """Whether the head is this host, and its agent is started here and not by ``start``."""
     resumption: Resumption | None = None
@@ -175,6 +136,7 @@ class Launch:
     reached: ReachedHosts = field(init=False)
 
     def __post_init__(self) -> None:
+        self.lines = self.lines or [HostLine(socket.gethostname())]
         # A dry run prints only its plan on standard output.
         self.progress = TerminalProgress(sys.stderr if self.dry_run else sys.stdout, self.config.learner.steps)
         limit_s = self.config.supervision.start_timeout_s
@@ -185,7 +147,18 @@ class Launch:
         """The folder of run folders."""
         return Path(self.config.run.dir).absolute()
 
-    def look_here(self, resume: str | None, *, shared: bool, everywhere: bool) -> None:
+    def launch(self, resume: str | None = None, *, shared: bool = False, everywhere: bool = False) -> int:
+        """Launch the run, follow it to its end, and return the exit code.
+
+        ``resume`` is the value of --resume. ``shared``: all hosts see the run folder, so this host may resume a run
+        without being the head. ``everywhere``: this host also gets its part by ``start``, for example because ``start``
+        leads into a container.
+        """
+        # This comes first, because a run that is live or finished needs no checks.
+        self._look_here(resume, shared=shared, everywhere=everywhere)
+        return asyncio.run(self.main())
+
+    def _look_here(self, resume: str | None, *, shared: bool, everywhere: bool) -> None:
         """Find the head and the run to resume, set chat.date and pins, and examine this host if it is the head."""
         here = [line for line in self.lines if is_this_host(line.name)]
         # A second name of this host need not be reached to be refused.

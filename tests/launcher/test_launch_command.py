@@ -20,7 +20,7 @@ from asyncrl.gpu import shared_gpus
 from asyncrl.launcher.checks import check_list
 from asyncrl.launcher.hosts.hostfile import HostLine
 from asyncrl.launcher.hosts.start import LocalStart
-from asyncrl.launcher.launch import run_hosts
+from asyncrl.launcher.launch import Launch
 from asyncrl.launcher.run_folder.folders import create_run_folder
 from asyncrl.rpc.linux import children_of
 from tools.learn.chat_model import make_model, make_tokenizer, save
@@ -159,7 +159,7 @@ def test_a_dry_run_shows_everything_and_starts_nothing(config, tmp_path, capsys)
 @pytest.mark.parametrize(("names", "start"), [(("localhost", "127.0.0.1"), None), (("x", "y"), LocalStart())])
 def test_two_names_of_one_machine_are_refused(config, tmp_path, names, start):
     with pytest.raises(UsageError, match=f"{names[1]} and {names[0]} are one machine .*; fix: name each host once"):
-        run_hosts(load_config([config], {}), [HostLine(name) for name in names], start)
+        Launch(load_config([config], {}), [HostLine(name) for name in names], start).launch()
     assert not (tmp_path / "runs").exists()
 
 
