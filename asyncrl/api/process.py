@@ -106,7 +106,7 @@ def _inputs(config: Config, order: dict[str, Any]) -> Iterator[tuple[Config, Pat
     Yields the configuration with the paths of the rows, and the folder of a new run, which is removed if no run begins
     in it. Raises UsageError if the run is live.
     """
-    from asyncrl.config.hub import with_paths
+    from asyncrl.config.load import with_values
     from asyncrl.launcher.run_folder.folders import reserve_run_folder
     from asyncrl.launcher.run_folder.private import CONFIG, in_use, is_live
 
@@ -127,7 +127,7 @@ def _inputs(config: Config, order: dict[str, Any]) -> Iterator[tuple[Config, Pat
         rows = {PLACEHOLDER.format(key): text for key, text in order["rows"].items()}
         found = {f"{key}.path": rows[each.path] for key, each in sets.items() if each.path in rows}
         paths = {key: str(_write(folder, f"{_digest(text)}.jsonl", text)) for key, text in found.items()}
-        yield with_paths(config, paths), None if resumed else folder
+        yield with_values(config, paths), None if resumed else folder
     finally:
         if resumed is None and not (folder / CONFIG).exists():
             shutil.rmtree(folder, ignore_errors=True)

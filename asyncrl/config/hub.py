@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.config.load import validate_config
+from asyncrl.config.load import value_at, with_values
 from asyncrl.core.files import FILE_SUFFIX
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -101,26 +101,24 @@ def asked_names(config: Config) -> dict[str, HubName]:
 def kept_pins(config: Config, was: Mapping[str, Any]) -> dict[str, str]:
     """Return the pins of ``was``, an earlier configuration as plain data, whose keys ask for the same as ``config``."""
     pins: Mapping[str, str] = was.get("hub", {}).get("pinned", {})
-    return {key: pins[key] for key, text in _paths(config) if key in pins and _value(was, key) == text}
+    return {key: pins[key] for key, text in _paths(config) if key in pins and value_at(was, key) == text}
 
 
 def with_pins(config: Config, pins: Mapping[str, str]) -> Config:
     """Return the configuration with ``hub.pinned`` set."""
     if dict(pins) == config.hub.pinned:
         return config
-    tree = config.model_dump(mode="json")
-    tree["hub"]["pinned"] = dict(pins)
-    return validate_config(tree)
+    return with_values(config, {"hub.pinned": dict(pins)})
 
 
 def localized(config: Config) -> Config:
     """Return the configuration with this host's folders in place of the names of the hub."""
-    return with_paths(config, {key: str(name.folder / name.path) for key, name in pinned_names(config).items()})
+    return with_values(config, {key: str(name.folder / name.path) for key, name in pinned_names(config).items()})
 
 
 def named(config: Config) -> Config:
     """Return the configuration with the pinned names in place of what was asked for, or of folders."""
-    return with_paths(config, config.hub.pinned)
+    return with_values(config, config.hub.pinned)
 
 
 def model_name(config: Config) -> str:
@@ -150,26 +148,3 @@ def _paths(config: Config) -> Iterator[tuple[str, str]]:
     for key, data in config.prompt_sets.items():
         if data.path is not None and data.source not in _GENERATED:
             yield f"{key}.path", data.path
-
-
-def _value(tree: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a dotted key in plain data; None without it."""
-    value: Any = tree
-    for part in key.split("."):
-        if isinstance(value, list):
-            # Tables in a list, as those of data.source, have names.
-            value = next((each for each in value if isinstance(each, Mapping) and each.get("name") == part), None)
-        else:
-            value = value.get(part) if isinstance(value, Mapping) else None
-    return value
-
-
-def with_paths(config: Config, paths: Mapping[str, str]) -> Config:
-    """Return the configuration with other values of these dotted keys."""
-    if not paths:
-        return config
-    tree = config.model_dump(mode="json")
-    for key, path in paths.items():
-        section, _, last = key.rpartition(".")
-        _value(tree, section)[last] = path
-    return validate_config(tree)

@@ -3,6 +3,7 @@
 TOML files are merged left to right: tables are merged, everything else is replaced. Then dotted flags are applied. The
 result is validated as a whole, and every problem is reported at once. Only files that cannot be read are reported
 before, without validation. Actors read the resolved JSON and never the TOML, so all of them see the same values.
+``with_values`` changes keys of a resolved configuration.
 
 Raises ConfigError with one line per problem: the key, what is wrong, the nearest known key for an unknown one, and the
 file or flag that set it.
@@ -109,6 +110,29 @@ def validate_config(
     if all_problems or config is None:
         raise ConfigError(all_problems)
     return config
+
+
+def value_at(tree: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a dotted key in a tree of plain values; None without it."""
+    value: Any = tree
+    for part in key.split("."):
+        if isinstance(value, list):
+            # Tables in a list, as those of data.source, have names.
+            value = next((each for each in value if isinstance(each, Mapping) and each.get("name") == part), None)
+        else:
+            value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """Return the configuration with other values of these dotted keys, validated again. Raises ConfigError."""
+    if not values:
+        return config
+    tree = config.model_dump(mode="json")
+    for key, value in values.items():
+        section, _, last = key.rpartition(".")
+        value_at(tree, section)[last] = value
+    return validate_config(tree)
 
 
 def config_to_json(config: Config) -> str:

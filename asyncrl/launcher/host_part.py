@@ -20,7 +20,7 @@ import msgspec
 from asyncrl.checkpoint import DIGESTS
 from asyncrl.config import Config
 from asyncrl.config.engines import ENGINES
-from asyncrl.config.load import config_to_json, validate_config
+from asyncrl.config.load import config_to_json, with_values
 from asyncrl.config.operation import NetworkConfig
 from asyncrl.core.errors import ConfigError
 from asyncrl.launcher.agent_handle import AgentHandle
@@ -63,9 +63,7 @@ def for_hosts(config: Config, count: int) -> Config:
         )
     if config.security.curve != "auto":
         return config
-    tree = config.model_dump(mode="json")
-    tree["security"]["curve"] = "required"
-    return validate_config(tree)
+    return with_values(config, {"security.curve": "required"})
 
 
 def host_of(line: HostLine, facts: HostOffer, address: str) -> PlacementHost:

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from asyncrl.config import Config
-from asyncrl.config.load import validate_config
+from asyncrl.config.load import with_values
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.roles import ROLES, is_optional, role_of
 from asyncrl.gpu.memory_shares import SHARED_GPU_VARIABLE, sharers_of
@@ -117,10 +117,8 @@ def with_gpus(config: Config, hosts: Sequence[PlacementHost]) -> Config:
     """
     if config.rollout.gpus_per_replica is not None:
         return config
-    tree = config.model_dump(mode="json")
     on_gpu = config.rollout.traits.gpus and any(host.gpus for host in hosts)
-    tree["rollout"]["gpus_per_replica"] = 1 if on_gpu else 0
-    return validate_config(tree)
+    return with_values(config, {"rollout.gpus_per_replica": 1 if on_gpu else 0})
 
 
 def with_episode_hosts(config: Config, hosts: Sequence[PlacementHost]) -> Config:
@@ -137,9 +135,7 @@ def with_episode_hosts(config: Config, hosts: Sequence[PlacementHost]) -> Config
     if wanted is None and not candidates:
         return config
     if wanted is None:
-        tree = config.model_dump(mode="json")
-        tree["episode"]["extra_hosts"] = len(candidates)
-        return validate_config(tree)
+        return with_values(config, {"episode.extra_hosts": len(candidates)})
     if wanted > len(candidates):
         named = f": {', '.join(host.name for host in candidates[:MOST_HOSTS_NAMED])}" if candidates else ""
         text = (

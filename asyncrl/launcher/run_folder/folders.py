@@ -23,7 +23,7 @@ from typing import Any
 from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.config import Config
 from asyncrl.config.hub import kept_pins, with_pins
-from asyncrl.config.load import config_to_json, validate_config
+from asyncrl.config.load import config_to_json, with_values
 from asyncrl.core.errors import UsageError
 from asyncrl.core.files import replace_file
 from asyncrl.launcher.common.agent_messages import agent_name
@@ -66,9 +66,7 @@ def with_date(config: Config, resumed: Path | None) -> Config:
     if resumed is not None:
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             date = json.loads((resumed / CONFIG).read_bytes())["chat"]["date"]
-    tree = config.model_dump(mode="json")
-    tree["chat"]["date"] = date or datetime.date.today().isoformat()
-    return validate_config(tree)
+    return with_values(config, {"chat.date": date or datetime.date.today().isoformat()})
 
 
 def with_pins_of(config: Config, resumed: Path | None) -> Config:

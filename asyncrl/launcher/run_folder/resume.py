@@ -21,7 +21,7 @@ from asyncrl.checkpoint.contents import CheckpointState, read_state
 from asyncrl.checkpoint.folder import COMPLETE, CheckpointFolder, Found, checkpoint_dir
 from asyncrl.checkpoint.step_back import Damaged, newest_whole
 from asyncrl.config import Config
-from asyncrl.config.load import validate_config
+from asyncrl.config.load import with_values
 from asyncrl.config.resuming import Applies, applies, differences
 from asyncrl.core.errors import CheckpointError, ConfigError, DamagedCheckpoint, RunChanged, UsageError
 from asyncrl.launcher.checks.findings import KnownPrompts
@@ -111,9 +111,7 @@ def find_resumption(config: Config, place: str) -> tuple[Config, Resumption]:
         path, chosen = _locate(config, Path(place).absolute())
     if is_live(path):
         raise in_use(path)
-    tree = config.model_dump(mode="json")
-    tree["run"] |= {"dir": str(path.parent), "name": path.name}
-    config = validate_config(tree)
+    config = with_values(config, {"run.dir": str(path.parent), "run.name": path.name})
     checkpoints = CheckpointFolder(checkpoint_dir(config, path))
     damaged: list[Damaged] = []
     found: Found | None
