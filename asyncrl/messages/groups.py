@@ -28,7 +28,7 @@ from msgspec import Meta, Struct
 
 from asyncrl.core.truncation import Truncation
 from asyncrl.messages import DATALOADER, ROLLOUTER, Count, Done, FinishReason, Message, Request, Uid
-from asyncrl.messages.reward import LONGEST_JUDGEMENT
+from asyncrl.messages.reward import LONGEST_JUDGEMENT, Completion
 from asyncrl.messages.token_sets import TokenSets, problem_of
 
 TRUNCATED: frozenset[FinishReason] = frozenset({"length", "turns", "time"})
@@ -331,6 +331,17 @@ def is_truncated(trajectory: Trajectory) -> bool:
 def sampled_tokens(trajectory: Trajectory) -> int:
     """Length of the trajectory: the number of its sampled tokens."""
     return sum(len(sequence.logprobs) for sequence in trajectory.sequences)
+
+
+def completion_of(trajectory: Trajectory) -> Completion:
+    """Return the trajectory as a reward function sees it."""
+    return Completion(
+        text=trajectory.text,
+        finish_reason=trajectory.finish_reason,
+        tokens=sampled_tokens(trajectory),
+        messages=trajectory.messages,
+        branches=trajectory.branches,
+    )
 
 
 def sampled_spans(sequence: Sequence) -> Iterator[VersionSpan]:

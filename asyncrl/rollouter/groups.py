@@ -22,8 +22,8 @@ from typing import TypeVar
 
 from asyncrl.config import Config
 from asyncrl.core.errors import DeadlineExceeded, PeerRestarted, RemoteError, RewardFailed
-from asyncrl.messages.groups import Group, Lease, Trajectory, sampled_tokens
-from asyncrl.messages.reward import TIMED_OUT_COMPONENT, Completion, Score, Scores
+from asyncrl.messages.groups import Group, Lease, Trajectory, completion_of, sampled_tokens
+from asyncrl.messages.reward import TIMED_OUT_COMPONENT, Score, Scores
 from asyncrl.observe.group_log import GENERATED, GroupLog
 from asyncrl.rollouter.episode.episode_metrics import EpisodeMetrics
 from asyncrl.rollouter.episode.player import EpisodeFailed
@@ -232,16 +232,7 @@ class GroupRunner:
             source=lease.source,
             prompt=lease.prompt,
             row=lease.row,
-            completions=[
-                Completion(
-                    text=t.text,
-                    finish_reason=t.finish_reason,
-                    tokens=sampled_tokens(t),
-                    messages=t.messages,
-                    branches=t.branches,
-                )
-                for t in trajectories
-            ],
+            completions=[completion_of(trajectory) for trajectory in trajectories],
             has_worked=self._has_worked,
         )
         began = self._clock.now()

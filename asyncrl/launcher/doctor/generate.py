@@ -35,8 +35,8 @@ from asyncrl.launcher.checks.process import NoAnswer, call
 from asyncrl.launcher.checks.user_code import RewardTrial
 from asyncrl.launcher.checks.weights import weight_files
 from asyncrl.launcher.doctor.lone_episode import CannotPlay, LoneEpisode, lone_lease
-from asyncrl.messages.groups import Lease, Trajectory, sampled_tokens
-from asyncrl.messages.reward import Completion, Score
+from asyncrl.messages.groups import Lease, Trajectory, completion_of, sampled_tokens
+from asyncrl.messages.reward import Score
 from asyncrl.messages.weights import Bucket, Manifest
 from asyncrl.observe.sample_text import sample_page
 from asyncrl.observe.samples import SampleGroup, SampleTrajectory
@@ -209,16 +209,7 @@ class Generator:
         """Set each trajectory's reward by the reward function, unless the episode gave one. Raises RewardFailed."""
         if self._trial is None or (self._config.reward.per == "trajectory" and trajectories[0].reward is not None):
             return
-        completions = [
-            Completion(
-                text=each.text,
-                finish_reason=each.finish_reason,
-                tokens=sampled_tokens(each),
-                messages=each.messages,
-                branches=each.branches,
-            )
-            for each in trajectories
-        ]
+        completions = [completion_of(each) for each in trajectories]
         scores = await self._trial.score(
             Score(uid=lease.uid, source=lease.source, prompt=lease.prompt, row=lease.row, completions=completions)
         )
