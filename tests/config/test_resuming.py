@@ -8,7 +8,7 @@ from run_settings import simulated_run
 
 from asyncrl.config.keys import known_keys
 from asyncrl.config.load import config_to_json
-from asyncrl.config.resuming import TABLE, Applies, applies, changes
+from asyncrl.config.resuming import TABLE, Applies, applies, changes, differences
 
 KEYS = [key for key, *_ in known_keys()]
 
@@ -124,3 +124,11 @@ def test_a_changed_key_of_a_source_is_named_with_the_source():
     assert (found.key, found.applies) == ("data.source.others", Applies.PROMPTS)
     (found,) = changes(tree_of(simulated_run()), was)
     assert (found.key, found.applies) == ("data.source", Applies.PROMPTS)
+
+
+def test_keys_that_a_checkpoint_fits_only_unchanged_are_compared_in_the_order_of_the_table():
+    now = simulated_run(learner={"groups_per_step": 4}, rollout={"samples_per_prompt": 2})
+    was = {"rollout": {"samples_per_prompt": 8}, "learner": {"groups_per_step": 2}, "lora": {"alpha": 1.0}}
+    # The checkpoint of an earlier release may lack keys. Without adapters their scale does not matter.
+    assert differences(was, now) == [("learner.groups_per_step", 2, 4), ("rollout.samples_per_prompt", 8, 2)]
+    assert differences({}, now) == differences(tree_of(now), now) == []
