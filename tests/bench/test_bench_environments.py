@@ -50,10 +50,8 @@ def test_an_environment_is_built_once_and_rebuilt_when_it_is_incomplete(requirem
 
 def test_trl_trains_the_same_batch_as_the_others(tmp_path):
     arguments = learner_batch.write_padded(0.9, tmp_path, tmp_path / "model", lora=False)
-    assert (
-        arguments[:2] == [str(tmp_path / "model"), str(tmp_path)]
-        and json.loads(arguments[2])["threads"] == learner_batch.THREADS
-    )
+    assert arguments[1:3] == [str(tmp_path / "model"), str(tmp_path)]
+    assert json.loads(arguments[4])["threads"] == learner_batch.THREADS
     groups = learner_batch.make_groups(0.9)
     with np.load(tmp_path / "0.9.npz") as batch:
         rows = [(group, trajectory) for group in groups for trajectory in group.trajectories]

@@ -1,7 +1,7 @@
 """``python -m tools.bench learner``: tokens/s of a training step against a padded plain loop of torch, and TRL's.
 
 The sides are processes of their own with the same model, batch, loss, optimizer and threads (learner_side.py and
-trl_learner.py); their losses before the first step are equal, or the measurement is an error. Lengths are lognormal;
+trl_side.py); their losses before the first step are equal, or the measurement is an error. Lengths are lognormal;
 memory is the most that each process has held resident. Each is measured with all weights trained, and with adapters of
 low rank on every linear layer of the decoder.
 """
@@ -50,7 +50,7 @@ async def measure(report: Report, *, pairs: int = 10, vs: Literal["trl"] | None 
                 if trl is not None:
                     batch = Path(name)
                     arguments = learner_batch.write_padded(sigma, batch, model, lora=weights == "lora")
-                    command = [str(trl), "-I", str(Path(__file__).with_name("trl_learner.py")), *arguments]
+                    command = [str(trl), "-I", str(Path(__file__).with_name("trl_side.py")), *arguments]
                     sides["trl"] = await stack.enter_async_context(worker("trl", command, without_python_settings()))
                 await _compare(report, sides, weights, sigma, wanted, pairs)
 

@@ -124,41 +124,47 @@ def advantages(group: Group) -> np.ndarray:
     return np.asarray((rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6))
 
 
-def write_padded(sigma: float, folder: Path, model: Path, *, lora: bool) -> list[str]:
-    """Write the batch as TRL holds it, in FOLDER/SIGMA.npz; returns the arguments of trl_learner.py."""
-    groups = make_groups(sigma)
-    rows = [(group, trajectory) for group in groups for trajectory in group.trajectories]
-    shape = len(rows), int(lengths(sigma).max())
+def padded(groups: list[Group]) -> dict[str, np.ndarray]:
+    """The batch by the names that TRL has for it, padded on the right to its longest response."""
+    rows = [trajectory.sequences[0] for group in groups for trajectory in group.trajectories]
+    shape = len(rows), max(len(row.tokens) for row in rows)
     completion, mask = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
     behaviour = np.zeros(shape, dtype=np.float32)
-    for at, (_, trajectory) in enumerate(rows):
-        (sequence,) = trajectory.sequences
-        count = len(sequence.tokens)
-        completion[at, :count], mask[at, :count], behaviour[at, :count] = sequence.tokens, 1, sequence.logprobs
-    prompts = np.stack([group.lease.prompt_ids for group, _ in rows]).astype(np.int64)
-    np.savez(
-        folder / f"{sigma:g}.npz",
-        prompt_ids=prompts,
-        prompt_mask=np.ones_like(prompts),
-        completion_ids=completion,
-        completion_mask=mask,
-        old_per_token_logps=behaviour,
-        advantages=np.concatenate([advantages(group) for group in groups]).astype(np.float32),
-        num_items_in_batch=np.array(mask.sum()),
-    )
-    learner = config(model, lora=lora).learner
-    settings = {
+    for at, row in enumerate(rows):
+        count = len(row.tokens)
+        completion[at, :count], mask[at, :count], behaviour[at, :count] = row.tokens, 1, row.logprobs
+    return {
+        "prompt_ids": np.repeat([group.lease.prompt_ids for group in groups], SAMPLES, axis=0).astype(np.int64),
+        "completion_ids": completion,
+        "completion_mask": mask,
+        "old_per_token_logps": behaviour,
+        "advantages": np.concatenate([advantages(group) for group in groups]).astype(np.float32),
+    }
+
+
+def write_padded(sigma: float, folder: Path, model: Path, *, lora: bool) -> list[str]:
+    """Write the batch in FOLDER/SIGMA.npz; returns the arguments of trl_side.py."""
+    batch = padded(make_groups(sigma))
+    prompt_mask, tokens = np.ones_like(batch["prompt_ids"]), np.array(batch["completion_mask"].sum())
+    np.savez(folder / f"{sigma:g}.npz", **batch, prompt_mask=prompt_mask, num_items_in_batch=tokens)
+    settings = trl_settings(config(model, lora=lora)) | {
         "vocabulary": VOCABULARY,
-        "sequences": len(rows),
-        "samples": SAMPLES,
-        "longest": LONGEST,
         "budget": BUDGET,
         "threads": THREADS,
+        "lora": {"r": LORA_RANK, "lora_alpha": LORA_ALPHA, "target_modules": "all-linear"} if lora else None,
+    }
+    return ["learner", str(model), str(folder), str(folder), json.dumps(settings)]
+
+
+def trl_settings(config: Config) -> dict[str, Any]:
+    """The settings of trl_side.py that follow from a configuration."""
+    learner, rollout = config.learner, config.rollout
+    return {
+        "sequences": learner.groups_per_step * rollout.samples_per_prompt,
+        "samples": rollout.samples_per_prompt,
+        "longest": rollout.max_tokens,
         "lr": learner.lr,
         "betas": learner.betas,
         "weight_decay": learner.weight_decay,
         "max_grad_norm": learner.max_grad_norm,
-        "lora": {"r": LORA_RANK, "lora_alpha": LORA_ALPHA, "target_modules": "all-linear"} if lora else None,
-        "scratch": str(folder / "trl"),
     }
-    return [str(model), str(folder), json.dumps(settings)]

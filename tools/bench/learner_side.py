@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,11 +70,11 @@ def padded(config: Config) -> Step:
     optimizer = make_optimizer(model, config)
 
     def step(groups: list[Group]) -> float:
-        rows = [row for group in groups for row in _rows(group)]
-        total = sum(len(behaviour) for _, _, behaviour, _ in rows)
+        batch = {name: torch.from_numpy(each) for name, each in learner_batch.padded(groups).items()}
+        tokens = batch["completion_mask"].sum()
         loss = 0.0
-        for batch in _batches(rows, config.learner.tokens_per_microbatch):
-            part = _loss(model, batch, config.learner.tis_cap) / total
+        for rows in _micro_batches(batch, config.learner.tokens_per_microbatch):
+            part = _loss(model, {name: each[rows] for name, each in batch.items()}, config.learner.tis_cap) / tokens
             part.backward()  # type: ignore[no-untyped-call]
             loss += part.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.learner.max_grad_norm)
@@ -86,44 +85,28 @@ def padded(config: Config) -> Step:
     return step
 
 
-Padded = tuple[np.ndarray, int, np.ndarray, float]
-"""Token ids of prompt and response, length of the prompt, behaviour log-probs, advantage."""
-
-
-def _rows(group: Group) -> Iterator[Padded]:
-    for trajectory, advantage in zip(group.trajectories, learner_batch.advantages(group), strict=True):
-        (sequence,) = trajectory.sequences
-        ids = np.concatenate([group.lease.prompt_ids, sequence.tokens])
-        yield ids, len(group.lease.prompt_ids), sequence.logprobs, float(advantage)
-
-
-def _batches(rows: list[Padded], budget: int) -> Iterator[list[Padded]]:
+def _micro_batches(batch: dict[str, Tensor], budget: int) -> Iterator[slice]:
     """Rows in the order given, as many as fit when padded to the longest of them."""
-    batch: list[Padded] = []
-    for row in rows:
-        longest = max(len(each[0]) for each in [*batch, row])
-        if batch and longest * (len(batch) + 1) > budget:
-            yield batch
-            batch = []
-        batch.append(row)
-    yield batch
+    begin = longest = 0
+    for end, count in enumerate((batch["prompt_ids"].shape[1] + batch["completion_mask"].sum(1)).tolist()):
+        longest = max(longest, count)
+        if end > begin and longest * (end + 1 - begin) > budget:
+            yield slice(begin, end)
+            begin, longest = end, count
+    yield slice(begin, None)
 
 
-def _loss(model: Any, batch: list[Padded], cap: float) -> Tensor:
+def _loss(model: Any, batch: dict[str, Tensor], cap: float) -> Tensor:
     """Loss, summed over the tokens of the batch. Padding is on the right, so causal attention needs no mask."""
-    longest = max(len(ids) for ids, *_ in batch)
-    shape = len(batch), longest - 1
-    tokens = torch.zeros((len(batch), longest), dtype=torch.int64)
-    behaviour, advantages, mask = (torch.zeros(shape) for _ in range(3))
-    for at, (ids, prompt, sampled, advantage) in enumerate(batch):
-        tokens[at, : len(ids)] = torch.from_numpy(ids)
-        answer = slice(prompt - 1, len(ids) - 1)
-        behaviour[at, answer] = torch.from_numpy(sampled)
-        advantages[at, answer], mask[at, answer] = advantage, 1.0
+    longest = int(batch["completion_mask"].sum(1).max())
+    answers, mask, behaviour = (
+        batch[name][:, :longest] for name in ("completion_ids", "completion_mask", "old_per_token_logps")
+    )
+    tokens = torch.cat([batch["prompt_ids"], answers], 1)
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
-    logprobs: Tensor = torch.log_softmax(logits, -1).gather(-1, tokens[:, 1:, None])[..., 0]
+    logprobs: Tensor = torch.log_softmax(logits, -1).gather(-1, tokens[:, 1:, None])[:, -longest:, 0]
     weight = (logprobs.detach() - behaviour).exp().clamp(max=cap)
-    losses: Tensor = -weight * (logprobs - logprobs.detach()).exp() * advantages * mask
+    losses: Tensor = -weight * (logprobs - logprobs.detach()).exp() * batch["advantages"][:, None] * mask
     return losses.sum()
 
 

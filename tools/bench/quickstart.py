@@ -27,6 +27,7 @@ from typing import Any, Literal
 from asyncrl.config.load import validate_config
 from tools.asset_cache import Assets
 from tools.bench.learner import TRL
+from tools.bench.learner_batch import trl_settings
 from tools.bench.processes import environment, without_python_settings
 from tools.bench.report import Report, Target
 from tools.live_run import quickstart, run_to_end
@@ -180,23 +181,16 @@ def waited_for_engine(events: Sequence[Mapping[str, Any]]) -> float:
 def trl(python: Path, assets: Assets, keys: Mapping[str, Any], steps: int, folder: Path, seed: int) -> list[Point]:
     """One run of GRPOTrainer, with the settings of the quickstart's file."""
     config = validate_config(quickstart(assets, keys))
-    learner, rollout = config.learner, config.rollout
-    settings = {
+    settings = trl_settings(config) | {
         "seed": seed,
         "steps": steps,
         "every": EVERY,
         "threads": 2,
-        "trajectories": learner.groups_per_step * rollout.samples_per_prompt,
-        "samples": rollout.samples_per_prompt,
-        "max_tokens": rollout.max_tokens,
         "pattern": config.reward.options["pattern"],
-        "lr": learner.lr,
-        "betas": learner.betas,
-        "weight_decay": learner.weight_decay,
-        "max_grad_norm": learner.max_grad_norm,
     }
-    script = Path(__file__).with_name("trl_quickstart.py")
-    command = [str(python), "-I", str(script), str(assets.model), str(assets.train), str(folder), json.dumps(settings)]
+    script = str(Path(__file__).with_name("trl_side.py"))
+    places = [str(assets.model), str(assets.train), str(folder)]
+    command = [str(python), "-I", script, "quickstart", *places, json.dumps(settings)]
     run_command(command, folder, without_python_settings())
     return _points(assets, folder, json.loads((folder / "steps.json").read_text()))
 
