@@ -19,6 +19,7 @@ from model_files import write_model
 
 from asyncrl.observe.metrics_line import read_metrics
 from tools.bench.tiny_model import make_model
+from tools.cluster.capture import conversations
 from tools.cluster.netns import REPOSITORY, Cluster
 from tools.waiting import wait_until
 
@@ -68,7 +69,7 @@ def test_i6_i7_a_run_over_three_hosts_is_encrypted_and_leaves_nothing(cluster, f
         assert lines[-1]["event"] == "ended", name
         assert f'"{name.replace("-", "/")}"' in launch.log(f"agent-{' ab'.index(host)}")
     tokens = np.array(list(SECRET.encode()), dtype="<i4").tobytes()
-    said = capture.conversations()
+    said = conversations(capture)
     for secret in (SECRET.encode(), tokens):
         assert (secret in b"\n".join(said.values())) == (curve == "off")
     ends = [way for way in said if 22 not in (way[0][1], way[1][1])]
@@ -259,7 +260,7 @@ def test_learner_ranks_on_two_hosts_train_a_real_model(cluster, shared):
         code, shown = launch.process.wait(280), launch.shown.splitlines()
     assert code == 0, shown
     # Rank 0 leaves this in the store for the other; gloo has ports of its own.
-    stores = [to for (_, to), said in capture.conversations().items() if b"command/1/1" in said]
+    stores = [to for (_, to), said in conversations(capture).items() if b"command/1/1" in said]
     assert stores and all(host == cluster.head.address and 7000 <= port <= 7040 for host, port in stores)
     assert launch.steps_trained == [1, 2]
     assert '"learner/1"' in launch.log("agent-1")

@@ -14,6 +14,7 @@ from cluster.launches import Launch
 
 from asyncrl.observe.metrics_line import read_metrics
 from tools.chaos.audit import read_lines
+from tools.cluster.capture import conversations
 from tools.cluster.netns import REPOSITORY, Cluster
 from tools.quickstart.assets import draw_splits
 from tools.quickstart.model import make_model, make_tokenizer, save
@@ -99,7 +100,7 @@ def test_i6_the_quickstart_over_three_hosts_is_encrypted(cluster, assets):
         )
         launch.process.send_signal(signal.SIGTERM)
         code, shown = launch.end()
-    found = capture.conversations()
+    found = conversations(capture)
     assert code == 75, shown
     steps = [line["step"] for line in read_metrics(launch.run_dir / "metrics.jsonl") if line["kind"] == "train"]
     assert steps == list(range(1, len(steps) + 1)) and len(steps) >= UPDATES

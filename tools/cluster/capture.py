@@ -53,22 +53,15 @@ def record(interface: str, file: str) -> int:
     return 0
 
 
-def read_frames(file: Path) -> Iterator[bytes]:
-    """Return the frames of ``record`` in the order of arrival."""
-    with file.open("rb") as source:
-        while length := source.read(_LENGTH.size):
-            yield source.read(*_LENGTH.unpack(length))
-
-
-def conversations(frames: Iterator[bytes]) -> dict[tuple[End, End], bytes]:
-    """Return the bytes sent over TCP from one end to the other, in order and without repeats.
+def conversations(file: Path) -> dict[tuple[End, End], bytes]:
+    """Return the bytes of a record that were sent over TCP from one end to the other, in order and without repeats.
 
     A later connection over the same ports is appended to the earlier one.
     """
     streams: dict[tuple[End, End], bytearray] = {}
     starts: dict[tuple[End, End], int] = {}
     waiting: dict[tuple[End, End], dict[int, bytes]] = {}
-    for frame in frames:
+    for frame in _frames(file):
         segment = _segment(frame)
         if segment is None:
             continue
@@ -85,6 +78,13 @@ def conversations(frames: Iterator[bytes]) -> dict[tuple[End, End], bytes]:
             stream += late[len(stream) - offset :]
             del waiting[way][offset]
     return {way: bytes(stream) for way, stream in streams.items() if stream}
+
+
+def _frames(file: Path) -> Iterator[bytes]:
+    """Return the frames of ``record`` in the order of arrival."""
+    with file.open("rb") as source:
+        while length := source.read(_LENGTH.size):
+            yield source.read(*_LENGTH.unpack(length))
 
 
 def _segment(frame: bytes) -> tuple[tuple[End, End], int, bool, bytes] | None:

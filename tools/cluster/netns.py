@@ -22,12 +22,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from asyncrl.core.files import try_lock
 from asyncrl.rpc.linux import children_of
 from tools.cluster import network
 from tools.cluster.network import Switch
@@ -127,14 +128,13 @@ class Host:
             os.kill(self._init, signal.SIGKILL)
         holder, self._holder = self._holder, None
         holder.kill()
-        holder.wait(WAIT_S)
-        _close(holder)
+        holder.communicate(timeout=WAIT_S)
         # The kernel removes its network later, and the next boot needs the port.
         with contextlib.suppress(OSError):
             self.cluster.switch.run(f"ip link delete dev {self.port}")
         for child in self._children:
-            child.wait(WAIT_S)
-            _close(child)
+            with contextlib.suppress(BrokenPipeError), child:
+                child.wait(WAIT_S)
         self._children.clear()
 
     def cut_off(self) -> None:
@@ -156,12 +156,7 @@ class Host:
 
     def popen(self, argv: Sequence[str], *, cwd: str | Path = "/", **options: Any) -> subprocess.Popen[Any]:
         """Start ``argv`` on the host. The process forwards signals and has the exit code of ``argv``."""
-        assert self.is_on, f"{self.name} is off"
-        # The folder may be missing here, so the shell on the host changes to it.
-        inner = list(argv) if str(cwd) == "/" else ["sh", "-c", 'cd "$0" && exec "$@"', str(cwd), *argv]
-        if self.cores:
-            inner = ["taskset", "--cpu-list", ",".join(map(str, self.cores)), *inner]
-        child = subprocess.Popen([*ENTER, str(self._init), *inner], cwd="/", **options)
+        child = subprocess.Popen(self.entered(argv, cwd), cwd="/", **options)
         self._children.append(child)
         return child
 
@@ -176,24 +171,27 @@ class Host:
         env: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """Run ``argv`` on the host to its end. With ``check``, a nonzero exit code raises with the output."""
-        pipe = subprocess.PIPE
-        given = subprocess.DEVNULL if input is None else pipe
-        child = self.popen(argv, cwd=cwd, env=env, stdin=given, stdout=pipe, stderr=pipe, text=True)
+        given: dict[str, Any] = {"stdin": subprocess.DEVNULL} if input is None else {"input": input}
+        words = self.entered(argv, cwd)
         try:
-            out, errors = child.communicate(input, timeout)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            out, errors = child.communicate()
-            raise AssertionError(f"{self.name}: {argv} took over {timeout:g} s\n{out}{errors}") from None
-        finally:
-            self._children.remove(child)
-        assert not check or child.returncode == 0, f"{self.name}: {argv} exited {child.returncode}\n{out}{errors}"
-        return subprocess.CompletedProcess(list(argv), child.returncode, out, errors)
+            done = subprocess.run(words, cwd="/", env=env, timeout=timeout, capture_output=True, text=True, **given)
+        except subprocess.TimeoutExpired as error:
+            said = f"{error.stdout!r} {error.stderr!r}"
+            raise AssertionError(f"{self.name}: {argv} took over {timeout:g} s\n{said}") from None
+        said = f"{done.stdout}{done.stderr}"
+        assert not check or done.returncode == 0, f"{self.name}: {argv} exited {done.returncode}\n{said}"
+        return done
 
-    def entered(self, argv: Sequence[str]) -> list[str]:
-        """Return the command that runs ``argv`` on the host, in the folder of the same name."""
+    def entered(self, argv: Sequence[str], cwd: str | Path | None = None) -> list[str]:
+        """Return the command that runs ``argv`` on the host, in ``cwd`` there or in the folder of the same name."""
         assert self.is_on, f"{self.name} is off"
-        return [*ENTER, str(self._init), *argv]
+        inner = list(argv)
+        if cwd is not None and str(cwd) != "/":
+            # The folder may be missing here, so the shell on the host changes to it.
+            inner = ["sh", "-c", 'cd "$0" && exec "$@"', str(cwd), *argv]
+        if self.cores:
+            inner = ["taskset", "--cpu-list", ",".join(map(str, self.cores)), *inner]
+        return [*ENTER, str(self._init), *inner]
 
     def kernel(self, name: str) -> Path:
         """Return the path of the host's /proc/NAME, while the host is on."""
@@ -221,14 +219,15 @@ class Host:
         until = time.monotonic() + WAIT_S
         while there := self.processes():
             assert time.monotonic() < until, f"{self.name} does not let go of {there}"
-            for pid in there:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            _kill(there)
             time.sleep(0.01)
 
 
-class Cluster:
-    """The head and some hosts, all on. Use it as a context, or ``close`` it. ``cores``: by host."""
+class Cluster(contextlib.ExitStack):
+    """The head and some hosts, all on. Use it as a context, or ``close`` it: AssertionError if something stays.
+
+    ``cores``: by host. ``switch`` is the bridge of all cables.
+    """
 
     def __init__(
         self,
@@ -237,23 +236,25 @@ class Cluster:
         shared: Sequence[Path] = (),
         cores: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
+        super().__init__()
         remove_abandoned()
         self.shared = [str(Path(path).absolute()) for path in shared]
         # The folder holds keys, so only the user may read it.
         self.folder = Path(tempfile.mkdtemp(prefix=PREFIX))
         self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self._switch: Switch | None = None
-        self._recorders: list[Capture] = []
         self.head = Host(self, HEAD, 1)
         self.hosts = {name: Host(self, name, number) for number, name in enumerate(names, 2)}
         self.ssh_config = self.folder / "ssh_config"
         for name, own in (cores or {}).items():
             self[name].cores = own
         try:
+            self.callback(self._remove_folder)
             self._make_keys()
-            self._switch = Switch(str(self.folder / "nothing"))
+            self.switch = Switch(str(self.folder / "nothing"))
+            self.callback(self.switch.close)
             for host in self.all_hosts:
+                self.callback(host.power_off)
                 host.power_on()
         except BaseException:
             self.close()
@@ -261,18 +262,6 @@ class Cluster:
 
     def __getitem__(self, name: str) -> Host:
         return self.head if name == HEAD else self.hosts[name]
-
-    def __enter__(self) -> Cluster:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @property
-    def switch(self) -> Switch:
-        """The bridge of all cables."""
-        assert self._switch is not None
-        return self._switch
 
     @property
     def all_hosts(self) -> list[Host]:
@@ -283,25 +272,23 @@ class Cluster:
         return self.head.run(["ssh", "-F", str(self.ssh_config), name, *command], **options)
 
     @contextlib.contextmanager
-    def capture(self) -> Iterator[Capture]:
-        """Record the traffic of the bridge. Read the record after the context."""
-        capture = Capture(self.switch.pid, self.folder / f"capture-{len(self._recorders)}")
-        self._recorders.append(capture)
-        try:
-            yield capture
-        finally:
-            capture.stop()
+    def capture(self) -> Iterator[Path]:
+        """Record the traffic of the bridge in a file. Read it after the context (capture.py).
 
-    def close(self) -> None:
-        """Remove everything. AssertionError if something stays."""
-        with contextlib.ExitStack() as ending:
-            ending.callback(self._remove_folder)
-            if self._switch is not None:
-                ending.callback(self._switch.close)
-            for host in self.all_hosts:
-                ending.callback(host.power_off)
-            for capture in self._recorders:
-                ending.callback(capture.stop)
+        AssertionError if frames were lost, because the record is then incomplete.
+        """
+        file = self.folder / f"capture-{len([*self.folder.glob('capture-*')])}"
+        script = [sys.executable, "-I", "-S", str(HERE / "capture.py"), "bridge", str(file)]
+        with subprocess.Popen(
+            self.switch.within(script), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as recorder:
+            assert recorder.stdout is not None
+            assert recorder.stdout.readline() == "recording\n", "the capture does not start"
+            try:
+                yield file
+            finally:
+                lost, _ = recorder.communicate(timeout=WAIT_S)
+        assert lost == "0\n", f"frames lost by the capture: {lost or 'it broke off'}"
 
     def describe(self, host: Host) -> dict[str, Any]:
         """Return the description for the init process of the host."""
@@ -353,63 +340,22 @@ class Cluster:
         self.ssh_config.write_text("\n".join([*sections, *common]) + "\n")
 
 
-class Capture:
-    """A record of the traffic of the bridge."""
-
-    def __init__(self, switch: int, file: Path) -> None:
-        self._file = file
-        script = [sys.executable, "-I", "-S", str(HERE / "capture.py"), "bridge", str(file)]
-        self._recorder: subprocess.Popen[str] | None = subprocess.Popen(
-            ["nsenter", f"--target={switch}", "--net", *script],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._recorder.stdout is not None
-        assert self._recorder.stdout.readline() == "recording\n", "the capture does not start"
-
-    def stop(self) -> None:
-        """End the record. AssertionError if frames were lost, because the record is then incomplete."""
-        recorder, self._recorder = self._recorder, None
-        if recorder is None:
-            return
-        assert recorder.stdin is not None
-        assert recorder.stdout is not None
-        recorder.stdin.close()
-        lost = recorder.stdout.read()
-        recorder.wait(WAIT_S)
-        recorder.stdout.close()
-        assert lost == "0\n", f"frames lost by the capture: {lost or 'it broke off'}"
-
-    def conversations(self) -> dict[tuple[tuple[str, int], tuple[str, int]], bytes]:
-        """Return the bytes sent over TCP, by (address, port) of the sender and of the receiver."""
-        from tools.cluster.capture import conversations, read_frames
-
-        assert self._recorder is None, "the record still runs"
-        return conversations(read_frames(self._file))
-
-
 def remove_abandoned() -> list[Path]:
     """Remove the leftovers of clusters whose makers were killed. Return the removed folders."""
     removed = []
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        try:
-            lock = os.open(folder / "lock", os.O_RDWR)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            continue
-        else:
-            for pid in _marked(folder):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            shutil.rmtree(folder, ignore_errors=True)
-            removed.append(folder)
-        finally:
-            os.close(lock)
+        with contextlib.suppress(OSError), try_lock(folder / "lock") as is_free:
+            if is_free:
+                _kill(_marked(folder))
+                shutil.rmtree(folder, ignore_errors=True)
+                removed.append(folder)
     return removed
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _marked(folder: Path) -> dict[int, str]:
@@ -423,10 +369,3 @@ def _sshd() -> str:
     found = shutil.which("sshd", path=network.PATH)
     assert found is not None
     return found
-
-
-def _close(process: subprocess.Popen[Any]) -> None:
-    for stream in (process.stdin, process.stdout, process.stderr):
-        if stream is not None:
-            with contextlib.suppress(BrokenPipeError):
-                stream.close()

@@ -8,12 +8,12 @@ Raises OSError with the refused command and the reason.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 WAIT_S = 30.0
 PATH = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"
@@ -98,10 +98,7 @@ class Namespace:
 
     def close(self) -> None:
         """Remove it. Its processes must have ended."""
-        for stream in (self._holder.stdin, self._holder.stdout):
-            assert stream is not None
-            stream.close()
-        self._holder.wait(WAIT_S)
+        self._holder.communicate(timeout=WAIT_S)
 
 
 class Switch(Namespace):
@@ -135,38 +132,32 @@ class Switch(Namespace):
         )
 
 
-class ShapedNetwork:
-    """Hosts with cables of one width. Use it as a context. Host N has the address ``addresses[N]``."""
+class ShapedNetwork(contextlib.ExitStack):
+    """Hosts with cables of one width. Use it as a context. Host N has the address ``addresses[N]``.
+
+    The processes on the hosts must have ended when it is closed.
+    """
 
     def __init__(self, hosts: int, *, bytes_per_s: float) -> None:
+        super().__init__()
         self.addresses = [f"10.78.{number // 250}.{number % 250 + 1}" for number in range(hosts)]
         self._hosts: list[Namespace] = []
-        self._switch = Switch()
         try:
+            switch = Switch()
+            self.callback(switch.close)
             for number, address in enumerate(self.addresses):
                 host = Namespace()
+                self.callback(host.close)
                 self._hosts.append(host)
-                self._switch.plug(f"port{number}", host.pid, f"{address}/16")
-                self._switch.narrow(f"port{number}", host.pid, bytes_per_s=bytes_per_s)
+                switch.plug(f"port{number}", host.pid, f"{address}/16")
+                switch.narrow(f"port{number}", host.pid, bytes_per_s=bytes_per_s)
         except BaseException:
             self.close()
             raise
 
-    def __enter__(self) -> ShapedNetwork:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
-
     def within(self, host: int, argv: Sequence[str]) -> list[str]:
         """Return the command that runs ``argv`` on a host, as the same process."""
         return self._hosts[host].within(argv)
-
-    def close(self) -> None:
-        """Remove it. The processes on the hosts must have ended."""
-        for host in self._hosts:
-            host.close()
-        self._switch.close()
 
 
 def _run(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
