@@ -148,8 +148,7 @@ def test_a_warm_up_without_a_signal_fails_and_leaves_nothing(tmp_path):
 
 
 def test_warm_up_learns(capsys):
-    from tools.quickstart.model import make_model, make_tokenizer
-    from tools.quickstart.warmup import warm_up
+    from tools.quickstart.model import make_model, make_tokenizer, warm_up
 
     settings = dataclasses.replace(SMALL, batch=16, rise=1, check_every=30, check_below=9.0, max_steps=30, signal=0.0)
     splits = draw_splits(settings)

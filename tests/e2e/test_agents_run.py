@@ -22,7 +22,7 @@ from asyncrl.checkpoint.contents import TRAINER
 from asyncrl.config.training import ModelConfig
 from asyncrl.learner.fsdp.startup.loading import load_policy
 from asyncrl.learner.fsdp.weights.dcp import load_weights
-from tools.learn.assets import ensure_assets
+from tools.learn.recipe import ensure_assets
 from tools.learn.tool_lookup import RECIPE as FULL_RECIPE
 
 ROOT = Path(__file__).parent.parent.parent

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tools.asset_cache import Assets, launch_command
 from tools.learn import guess_number, smollm2, tool_lookup
 from tools.learn.__main__ import RECIPES
-from tools.learn.assets import draw_rows, ensure_assets
 from tools.learn.guess_number import GUESSES, GuessNumber
+from tools.learn.recipe import draw_rows, ensure_assets
 from tools.learn.tool_lookup import NOT_THERE, Table
 
 WARMED_UP = [recipe for recipe in RECIPES.values() if recipe.demonstrate]
@@ -66,8 +66,7 @@ def test_a_table_leads_from_key_to_key_to_value():
 
 def test_only_the_assistants_text_is_learned():
     pytest.importorskip("torch")
-    from tools.learn.chat_model import make_tokenizer
-    from tools.learn.warmup import IGNORED, labelled
+    from tools.learn.chat_model import IGNORED, labelled, make_tokenizer
 
     tokenizer, source = make_tokenizer(), random.Random(3)
     for recipe in WARMED_UP:

@@ -218,8 +218,8 @@ def heldout_accuracy(assets: Assets, model: Path) -> float:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from tools.quickstart.model import solved_share
     from tools.quickstart.task import Problem
-    from tools.quickstart.warmup import solved_share
 
     rows = [json.loads(line) for line in assets.heldout.read_text().splitlines()]
     problems = [Problem(*map(int, row["prompt"].rstrip("=").split("+"))) for row in rows] * SAMPLES

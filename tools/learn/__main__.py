@@ -14,7 +14,7 @@ from functools import partial
 from tools import kept
 from tools.asset_cache import launch, parser_of
 from tools.learn import guess_number, smollm2, tool_lookup
-from tools.learn.assets import ensure_assets
+from tools.learn.recipe import ensure_assets
 
 RECIPES = {
     "guess-number": guess_number.RECIPE,

@@ -45,8 +45,7 @@ def make_assets(settings: Settings, folder: Path) -> None:
     """Make the assets in an empty folder."""
     import torch
 
-    from tools.quickstart.model import make_model, make_tokenizer, save
-    from tools.quickstart.warmup import warm_up
+    from tools.quickstart.model import make_model, make_tokenizer, save, warm_up
 
     # Matrices this small gain little from a second thread, and lose a lot where the cores are busy.
     torch.set_num_threads(1)
