@@ -27,6 +27,7 @@ from tools.quickstart.assets import ensure_assets
 FOLDER = ROOT / "runs" / "compare-losses"
 RESULT = "result.json"
 RUN_S = 3600.0
+SEEDS = (1, 2, 3)
 BASE: Mapping[str, Any] = {
     "learner.ranks": 1,
     "learner.steps": 25,
@@ -183,18 +184,11 @@ def _row(runs: Sequence[Result]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    names = {variant.name for variant in VARIANTS}
     parser = argparse.ArgumentParser(prog="python -m tools.compare", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("what", choices=["losses"])
-    parser.add_argument("--seed", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="of the runs (1 2 3)")
-    parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="NAME", help="these variants")
-    given = parser.parse_args(arguments)
-    chosen = set(given.only)
-    if any(variant.taught and variant.name in chosen for variant in VARIANTS):
-        chosen.add(TAUGHT_BY)
-    variants = [variant for variant in VARIANTS if variant.name in chosen]
+    parser.parse_args(arguments)
     results = []
-    for plan in plan_runs(variants, given.seed, ensure_assets(), FOLDER):
+    for plan in plan_runs(VARIANTS, SEEDS, ensure_assets(), FOLDER):
         result = run(plan)
         said = f"FAILED: {result.failed}" if result.failed else f"{result.before:.3f} -> {result.after:.3f}"
         print(f"{result.variant} ({result.group}), seed {result.seed}: {said}", flush=True)

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench.fanout import Setting, config
-from tools.bench.fanout_fleet import fleet
+from tools.bench.fanout import Setting, config, fleet
 from tools.bench.fanout_host import name_of
 from tools.cluster.netns import REPOSITORY
 from tools.cluster.network import ShapedNetwork, why_no_shaped_network
@@ -49,7 +48,7 @@ def test_killed_relays_cost_no_version_and_relay_again_after_a_restart() -> None
                     victim = middle(assigned)
                     victims.add(victim)
                     assert any(name_of(victim) in way for ways in assigned.values() for way in ways)
-                    await hosts.half(version, victim, WAIT_S)
+                    await hosts.until("half", version, [victim], WAIT_S)
                     await hosts.kill(victim)
                     survivors = [host for host in hosts.receivers if host != victim]
                     await hosts.served(version, survivors, WAIT_S)

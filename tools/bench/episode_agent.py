@@ -1,8 +1,8 @@
 """The agent of ``python -m tools.bench episodes``: it calls the policy on request and reports the time.
 
 It is an episode's function and lives in a worker of the episode host. It connects to the benchmark's socket; a line
-``chat`` or ``http`` is one call, by its client or through the endpoint, answered by a line with its seconds. It carries
-one conversation on, and begins another after TURNS answers.
+``client`` or ``http`` is one call, by its client or through the endpoint, answered by a line with its seconds. It
+carries one conversation on, and begins another after TURNS answers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ async def play(task: Task, client: Client, socket: str) -> float:
                 messages = []
             messages.append({"role": "user", "content": NEXT if messages else f"{task.prompt} {time.monotonic_ns()}"})
             began = time.perf_counter()
-            if way == "chat":
+            if way == "client":
                 answer = (await client.chat(messages)).message
             else:
                 body = {"model": client.model, "messages": messages}

@@ -19,6 +19,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,21 +132,16 @@ class Agent:
 
         engine.generate = watched
 
-    async def _call(self, way: str) -> float:
+    async def call(self, way: str) -> float:
+        """Seconds of a call by the ``client`` or by ``http``, as the agent measures them."""
         self._writer.write(f"{way}\n".encode())
         async with asyncio.timeout(READY_S):
             return float(await self._reader.readline())
 
-    async def chat(self) -> float:
-        return await self._call("chat")
-
-    async def http(self) -> float:
-        return await self._call("http")
-
     async def direct(self) -> float:
         """Seconds in which the engine gives the same answer to the same context as to the newest call."""
         if not self._requests:
-            await self.chat()
+            await self.call("client")
         self._direct += 1
         request = replace(self._requests[-1], id=f"direct/{self._direct}")
         tokens: list[int] = []
@@ -171,9 +167,10 @@ async def measure_calls(report: Report, *, pairs: int) -> None:
     sys.setswitchinterval(SWITCH_S)
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
         async with living(Path(folder)) as agent:
-            for way, call in (("client", agent.chat), ("http", agent.http)):
+            for way in ("client", "http"):
                 name = f"call_by_{way}"
-                found = await report.measure(name, {way: call, "engine alone": agent.direct}, pairs, unit="s")
+                sides = {way: partial(agent.call, way), "engine alone": agent.direct}
+                found = await report.measure(name, sides, pairs, unit="s")
                 over = median_interval([1e3 * (call - engine) for call, engine in found])
                 report.figures[name]["overhead_ms"] = asdict(over)
                 report.ratio(f"{name}_overhead_ms", over.median, Target("<=", OVERHEAD_MS))
