@@ -8,8 +8,7 @@ from asyncrl.core.errors import ActorFailed
 from asyncrl.messages.monitor import ActorView, Histogram, RunView, Snapshot
 from asyncrl.observe.catalogue import edges_of
 from tools.bench.report import Report
-from tools.bench.scale import CONTROL_PLANE, LAG, LAG_TARGET_S, lost, report_phase
-from tools.bench.scale_run import Watch
+from tools.bench.scale import CONTROL_PLANE, LAG, LAG_TARGET_S, Watch, lost, report_phase
 
 TICKETS = {"granted": 10.0, "trained": 4.0, "filtered": 1.0, "quarantined": 1.0, "returned": 1.0, "outstanding": 3.0}
 

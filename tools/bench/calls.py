@@ -20,8 +20,7 @@ from asyncrl.config.load import validate_config
 from tools.bench.paired import Side
 from tools.bench.processes import Worker, environment, without_python_settings, worker
 from tools.bench.report import Report, Target
-from tools.bench.served import Echo, EchoTask
-from tools.bench.sides import Ours, Raw, server
+from tools.bench.served import Echo, EchoTask, Ours, Raw, server
 from tools.live_run import simulated
 
 ROUND_TRIPS = 200

@@ -41,7 +41,7 @@ from tools.bench.counterparts import Exchange, make_lease, serving_rollouter
 from tools.bench.paired import median_interval, ratio_of_means
 from tools.bench.processes import actor_context, lines_of_run
 from tools.bench.report import Report, Target
-from tools.bench.scale_run import Processes
+from tools.bench.scale import Processes
 from tools.learn.chat_model import make_tokenizer
 from tools.live_run import simulated
 

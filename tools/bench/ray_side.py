@@ -3,7 +3,7 @@
 
 Reads one JSON object a line from stdin, ``{"do": NAME, ...}``, and answers each with ``{"value": FIGURE}`` on its
 original stdout. The output of Ray goes to stderr. It ends, together with Ray, when stdin ends.
-The figures are those of sides.py: a median round trip in s, calls/s, and the seconds of a job.
+The figures are those of served.py: a median round trip in s, calls/s, and the seconds of a job.
 """
 
 from __future__ import annotations

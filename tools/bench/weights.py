@@ -28,7 +28,7 @@ from asyncrl.weights.broadcast import Receiver
 from tools.bench.paired import Side
 from tools.bench.processes import Worker, worker
 from tools.bench.report import Report, Target
-from tools.bench.sides import Ours, server
+from tools.bench.served import Ours, server
 from tools.bench.weights_sender import HOST, LAYOUTS, TIMEOUT_S, bare_group, bare_store, broadcast
 from tools.live_run import simulated
 
