@@ -10,6 +10,8 @@ import os
 import socket
 from pathlib import Path
 
+from asyncrl.core.files import replace_file
+
 LOOK_S = 0.05
 SITE = f"""\
 import os
@@ -49,7 +51,4 @@ class WallClocks:
 
     def set(self, ahead_s: float, host: str = "") -> None:
         """Set how far the clock of a host, this one if none is named, is ahead of the right time."""
-        file = self.folder / f"ahead-{host or socket.gethostname()}"
-        new = file.with_suffix(".new")
-        new.write_text(str(int(ahead_s * 1e9)))
-        new.replace(file)
+        replace_file(self.folder / f"ahead-{host or socket.gethostname()}", str(int(ahead_s * 1e9)))

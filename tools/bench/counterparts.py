@@ -31,6 +31,7 @@ from asyncrl.messages.weights import (
 from asyncrl.rollouter.actor import Rollouter
 from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext, Caller, handler
 from asyncrl.rpc.parking_lot import ParkingLot
+from tools.bench.processes import until_ready
 
 
 @dataclass(slots=True)
@@ -173,13 +174,13 @@ async def serving_rollouter(
     lives = [asyncio.create_task(controller.main())]
     actors: list[Actor] = []
     try:
-        await _until_ready([controller], lives)
+        await until_ready([controller], lives)
         further(controller.address)
         rollouter = Rollouter(context("rollouter/0", controller.address))
         roles = ("dataloader", "reward", "learner", "parameter_server")
         actors = [*(Counterpart(context(f"{role}/0", controller.address), exchange) for role in roles), rollouter]
         lives += [asyncio.create_task(actor.main()) for actor in actors]
-        await _until_ready(actors, lives)
+        await until_ready(actors, lives)
         await exchange.served(timeout)
         yield rollouter
     finally:
@@ -189,11 +190,3 @@ async def serving_rollouter(
         for life in lives:
             life.cancel()
         await asyncio.gather(*lives, return_exceptions=True)
-
-
-async def _until_ready(actors: Sequence[Actor], lives: list[asyncio.Task[None]]) -> None:
-    while not all(actor.ready for actor in actors):
-        for life in lives:
-            if life.done():
-                await life
-        await asyncio.sleep(0.01)

@@ -38,7 +38,7 @@ from asyncrl.rpc.process import SWITCH_S
 from asyncrl.rpc.wire.keys import load_credentials
 from asyncrl.text.tokenizer import tokenizer_of
 from tools.bench.counterparts import Exchange, make_lease, serving_rollouter
-from tools.bench.paired import median_interval, ratio_of_means
+from tools.bench.paired import Side, median_interval, ratio_of_means
 from tools.bench.processes import actor_context, lines_of_run
 from tools.bench.report import Report, Target
 from tools.bench.scale import Processes
@@ -169,7 +169,7 @@ async def measure_calls(report: Report, *, pairs: int) -> None:
         async with living(Path(folder)) as agent:
             for way in ("client", "http"):
                 name = f"call_by_{way}"
-                sides = {way: partial(agent.call, way), "engine alone": agent.direct}
+                sides: dict[str, Side] = {way: partial(agent.call, way), "engine alone": agent.direct}
                 found = await report.measure(name, sides, pairs, unit="s")
                 over = median_interval([1e3 * (call - engine) for call, engine in found])
                 report.figures[name]["overhead_ms"] = asdict(over)

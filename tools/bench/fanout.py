@@ -158,8 +158,8 @@ class Fleet:
     async def served(self, version: int, takers: Collection[int], within_s: float) -> float:
         """Seconds from the publication until the last of them serves it."""
         await self.until("serves", version, takers, within_s)
-        published: float = self._hosts[ROOT].events["published", version]["at"]
-        return max(self._hosts[host].events["serves", version]["at"] for host in takers) - published
+        last: float = max(self._hosts[host].events["serves", version]["at"] for host in takers)
+        return last - float(self._hosts[ROOT].events["published", version]["at"])
 
     def serving(self, version: int, hosts: Iterable[int]) -> list[int]:
         """Hosts that serve a version by now."""

@@ -144,9 +144,9 @@ def padded(groups: list[Group]) -> dict[str, np.ndarray]:
 
 def write_padded(sigma: float, folder: Path, model: Path, *, lora: bool) -> list[str]:
     """Write the batch in FOLDER/SIGMA.npz; returns the arguments of trl_side.py."""
-    batch = padded(make_groups(sigma))
-    prompt_mask, tokens = np.ones_like(batch["prompt_ids"]), np.array(batch["completion_mask"].sum())
-    np.savez(folder / f"{sigma:g}.npz", **batch, prompt_mask=prompt_mask, num_items_in_batch=tokens)
+    batch: dict[str, Any] = dict(padded(make_groups(sigma)))
+    batch |= {"prompt_mask": np.ones_like(batch["prompt_ids"]), "num_items_in_batch": batch["completion_mask"].sum()}
+    np.savez(folder / f"{sigma:g}.npz", **batch)
     settings = trl_settings(config(model, lora=lora)) | {
         "vocabulary": VOCABULARY,
         "budget": BUDGET,

@@ -128,6 +128,15 @@ def actor_context(
     )
 
 
+async def until_ready(actors: Sequence[Actor], lives: Sequence[asyncio.Task[Any]]) -> None:
+    """Wait until all actors are ready or one of their lives is over. Raises the error that ended it."""
+    while not all(actor.ready for actor in actors) and not any(life.done() for life in lives):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    for life in lives:
+        if life.done():
+            life.result()
+
+
 async def live(
     actor: Actor, ready: Callable[[], Mapping[str, Any]], obey: Callable[[dict[str, Any]], None] | None = None
 ) -> None:
@@ -136,8 +145,7 @@ async def live(
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
     async with asyncio.TaskGroup() as tasks:
         life = tasks.create_task(actor.main())
-        while not actor.ready and not life.done():  # noqa: ASYNC110 - an actor has no event for this
-            await asyncio.sleep(0.01)
+        await until_ready([actor], [life])
         print(json.dumps(ready()), flush=True)
         while line := await orders.readline():
             if obey is not None:

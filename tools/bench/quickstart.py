@@ -167,7 +167,7 @@ def ours(assets: Assets, keys: Mapping[str, Any], steps: int, folder: Path, seed
     seconds[0] -= waited_for_engine(json.loads((run.run_dir / "trace" / "trace-001.json").read_text())["traceEvents"])
     for step in range(EVERY, steps + 1, EVERY):
         export = [str(run.run_dir), str(folder / f"v{step}"), "--version", str(step)]
-        run_command([sys.executable, "-m", "asyncrl.cli.export", *export], folder)
+        run_command([sys.executable, "-m", "asyncrl.cli.export", *export])
     return _points(assets, folder, seconds)
 
 
@@ -191,20 +191,16 @@ def trl(python: Path, assets: Assets, keys: Mapping[str, Any], steps: int, folde
     script = str(Path(__file__).with_name("trl_side.py"))
     places = [str(assets.model), str(assets.train), str(folder)]
     command = [str(python), "-I", script, "quickstart", *places, json.dumps(settings)]
-    run_command(command, folder, without_python_settings())
+    run_command(command, without_python_settings())
     return _points(assets, folder, json.loads((folder / "steps.json").read_text()))
 
 
-def run_command(command: Sequence[str], folder: Path, variables: dict[str, str] | None = None) -> None:
-    """Run a command, whose output goes to a file in ``folder``. Raises RuntimeError with its end if it fails."""
-    output = folder / "output_of_command.txt"
-    with output.open("w") as file:
-        ended = subprocess.run(
-            command, stdout=file, stderr=subprocess.STDOUT, check=False, timeout=RUN_S, env=variables
-        )
+def run_command(command: Sequence[str], variables: dict[str, str] | None = None) -> None:
+    """Run a command. Raises RuntimeError with the end of its output if it fails."""
+    pipe, both = subprocess.PIPE, subprocess.STDOUT
+    ended = subprocess.run(command, stdout=pipe, stderr=both, text=True, timeout=RUN_S, env=variables)
     if ended.returncode != 0:
-        last = "\n".join(output.read_text().splitlines()[-10:])
-        raise RuntimeError(f"exit code {ended.returncode} of {' '.join(command[:4])}:\n{last}")
+        raise RuntimeError(f"exit code {ended.returncode} of {' '.join(command[:4])}:\n{ended.stdout[-2000:]}")
 
 
 def _points(assets: Assets, folder: Path, seconds: Sequence[float]) -> list[Point]:

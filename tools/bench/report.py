@@ -60,7 +60,7 @@ class Report:
         self, name: str, found: Comparison, *, unit: str, sides: tuple[str, str], target: Target | None = None
     ) -> None:
         """Add a measured pair of sides; the ratio is the first side over the second."""
-        self.figures[name] = {"unit": unit, "first": sides[0], "second": sides[1], **asdict(found)}
+        self.figures[name] = {"unit": unit, **asdict(found)}
         first, second, ratio = found.first, found.second, found.ratio
         self.say(
             f"{name:24} {sides[0]} {first.median:.4g} {unit}, {sides[1]} {second.median:.4g} {unit}, "

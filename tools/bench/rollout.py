@@ -94,10 +94,17 @@ async def measure(report: Report, *, pairs: int = 30) -> None:
                 )
 
             async with serving_rollouter(context, exchange, PASS_S) as rollouter:
-                through, bare = Through(exchange, leases), Bare(rollouter, settings, tokenizer, leases)
-                sides = {"rollouter": through.tokens_per_s, "bare AsyncLLM": bare.tokens_per_s}
+                bare = Bare(rollouter, settings, tokenizer, leases)
+
+                async def tokens_per_s() -> float:
+                    began = time.perf_counter()
+                    groups = await exchange.generate(leases, PASS_S)
+                    seconds = time.perf_counter() - began
+                    return sum(sampled_tokens(t) for group in groups for t in group.trajectories) / seconds
+
+                sides = {"rollouter": tokens_per_s, "bare AsyncLLM": bare.tokens_per_s}
                 await report.measure("rollout", sides, pairs, unit="tokens/s", target=Target(">=", 0.97))
-                through.check(bare)
+                check_same(exchange.groups, bare)
 
 
 def make_leases(settings: Config, tokenizer: Tokenizer) -> list[Lease]:
@@ -106,32 +113,19 @@ def make_leases(settings: Config, tokenizer: Tokenizer) -> list[Lease]:
     return [make_lease(settings, index, text, tokenizer.encode_prompt(text)) for index, text in enumerate(texts)]
 
 
-class Through:
-    """The rollouter."""
-
-    def __init__(self, exchange: Exchange, leases: list[Lease]) -> None:
-        self._exchange, self._leases = exchange, leases
-        self.groups: list[Group] = []
-
-    async def tokens_per_s(self) -> float:
-        began = time.perf_counter()
-        self.groups = await self._exchange.generate(self._leases, PASS_S)
-        seconds = time.perf_counter() - began
-        return sum(sampled_tokens(t) for group in self.groups for t in group.trajectories) / seconds
-
-    def check(self, bare: Bare) -> None:
-        """Assert that both sides have done the same work."""
-        mine = {
-            (group.lease.uid, t.sample): (sampled_tokens(t), versions_of(t)[0])
-            for group in self.groups
-            for t in group.trajectories
-        }
-        theirs = {key: (len(tokens), int(version)) for key, (tokens, _, version, _) in bare.kept.items()}
-        # Sums in another order may tip a close choice of the sampler, so equality is not to the last token.
-        assert mine.keys() == theirs.keys()
-        total, other = sum(n for n, _ in mine.values()), sum(n for n, _ in theirs.values())
-        assert abs(total - other) <= 0.1 * total, (total, other)
-        assert {version for _, version in mine.values()} == {version for _, version in theirs.values()}
+def check_same(groups: list[Group], bare: Bare) -> None:
+    """Assert that both sides have done the same work."""
+    mine = {
+        (group.lease.uid, t.sample): (sampled_tokens(t), versions_of(t)[0])
+        for group in groups
+        for t in group.trajectories
+    }
+    theirs = {key: (len(tokens), int(version)) for key, (tokens, _, version, _) in bare.kept.items()}
+    # Sums in another order may tip a close choice of the sampler, so equality is not to the last token.
+    assert mine.keys() == theirs.keys()
+    total, other = sum(n for n, _ in mine.values()), sum(n for n, _ in theirs.values())
+    assert abs(total - other) <= 0.1 * total, (total, other)
+    assert {version for _, version in mine.values()} == {version for _, version in theirs.values()}
 
 
 class Bare:

@@ -125,7 +125,7 @@ async def _follow(report: Report, target: WatchedRun, processes: Processes, step
 
             def is_well(now: Snapshot, seconds: float) -> bool:
                 # An actor that is heard of again may be no more than not yet known to be dead.
-                return seconds >= freeze_s + SHORTEST_S and is_whole(now) and now.run.step > last.run.step
+                return seconds >= freeze_s + SHORTEST_S and not not_ready(now) and now.run.step > last.run.step
 
             after = await watch.until(is_well, freeze_s + RECOVERY_S, "frozen")
             report_phase(report, "frozen", last, after, of_the_dead=True)
@@ -147,8 +147,8 @@ def lost(first: Snapshot, snapshot: Snapshot, *, of_the_dead: bool = False) -> d
     missing = leases["tickets/granted"] - over - leases["tickets/outstanding"]
     if missing:
         found["groups not accounted for"] = missing
-    if failed := sum(actor.condition not in ("ready",) for actor in snapshot.actors):
-        found["actors that are not ready"] = failed
+    if absent := not_ready(snapshot):
+        found["actors that are not ready"] = len(absent)
     return found
 
 
@@ -257,11 +257,13 @@ class Processes:
         words += ["--incarnation", "1"]
         self.start(name, [*words, "--controller", controller] if controller else words)
 
-    def check(self) -> None:
+    def check(self) -> bool:
+        """True if none has failed. Raises ActorFailed."""
         for name, process in self.started.items():
             if process.poll():
                 log = (self.folder.logs / f"{name.replace('/', '-')}.log").read_text()
                 raise ActorFailed(name, f"exit code {process.returncode}:\n{log[-2000:]}")
+        return True
 
     @property
     def hosts(self) -> list[subprocess.Popen[bytes]]:
@@ -297,7 +299,7 @@ class Watch:
             now, run = time.monotonic(), snapshot.run
             if done(snapshot, now - began):
                 return snapshot
-            absent = run.waiting_for or [actor.name for actor in snapshot.actors if actor.condition != "ready"]
+            absent = run.waiting_for or not_ready(snapshot)
             how_far = f"{what}: {run.step} steps, {total(snapshot, 'rollout/in_flight'):.0f} in flight"
             if absent:
                 how_far += f"; {len(absent)} not ready: {', '.join(absent[:NAMES_SHOWN])}"
@@ -316,17 +318,17 @@ class Watch:
         await self.until(lambda now, _: now.run.phase not in ("starting", "running"), END_S, "end")
 
 
+def not_ready(snapshot: Snapshot) -> list[str]:
+    return [actor.name for actor in snapshot.actors if actor.condition != "ready"]
+
+
 def total(snapshot: Snapshot, figure: str) -> float:
     return sum(actor.metrics.get(figure, 0.0) for actor in snapshot.actors)
 
 
-def is_whole(snapshot: Snapshot) -> bool:
-    return all(actor.condition == "ready" for actor in snapshot.actors)
-
-
 @contextlib.contextmanager
 def running(rollouters: int) -> Iterator[tuple[Processes, WatchedRun]]:
-    """A run whose processes are all started."""
+    """A run whose processes are all started. Raises ActorFailed, or TimeoutError after READY_S."""
     per_process = by_processors(rollouters)
     with contextlib.ExitStack() as stack:
         place = stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-bench-", ignore_cleanup_errors=True))
@@ -336,7 +338,9 @@ def running(rollouters: int) -> Iterator[tuple[Processes, WatchedRun]]:
         processes = Processes(folder)
         try:
             processes.actor("controller/0")
-            target = _wait_for_controller(folder, processes)
+            address = folder.private / "controller.json"
+            wait_until(lambda: processes.check() and address.exists(), "the address of controller/0", READY_S)
+            target = find_target(str(folder.path))
             for name in chosen.actors:
                 if not name.startswith(("controller/", "rollouter/")):
                     processes.actor(name, target.address)
@@ -350,14 +354,3 @@ def running(rollouters: int) -> Iterator[tuple[Processes, WatchedRun]]:
             processes.close(0.0)
             raise
         processes.close(END_S)
-
-
-def _wait_for_controller(folder: RunFolder, processes: Processes) -> WatchedRun:
-    """The run, once its controller has an address. Raises ActorFailed, or TimeoutError after READY_S."""
-
-    def found() -> bool:
-        processes.check()
-        return (folder.private / "controller.json").exists()
-
-    wait_until(found, "the address of controller/0", READY_S)
-    return find_target(str(folder.path))

@@ -37,7 +37,7 @@ from asyncrl.rpc.heartbeat import Heartbeats
 from asyncrl.rpc.linux import raise_descriptor_limit
 from asyncrl.rpc.process import SWITCH_S, tune_memory
 from asyncrl.rpc.wire.keys import load_credentials
-from tools.bench.processes import actor_context
+from tools.bench.processes import actor_context, until_ready
 
 AUTOGROUP_S = 60.0
 """Time to get our turn where many sessions ask for less at a time."""
@@ -86,16 +86,6 @@ class Heart:
                 await asyncio.sleep(due - self._loop.time())
         finally:
             beats.close()
-
-
-class StartedRollouter(Rollouter):
-    def __init__(self, context: ActorContext) -> None:
-        super().__init__(context)
-        self.is_up = asyncio.Event()
-
-    async def run(self) -> None:
-        self.is_up.set()
-        await super().run()
 
 
 class Host:
@@ -170,11 +160,9 @@ class Host:
         """Run one life of a rollouter; gives the reason of its end, empty in good order."""
         async with asyncio.TaskGroup() as tasks:
             async with self._starting:
-                actor = StartedRollouter(self._context(name, incarnation))
+                actor = Rollouter(self._context(name, incarnation))
                 life = tasks.create_task(self._reason_of(actor))
-                up = tasks.create_task(actor.is_up.wait())
-                await asyncio.wait({life, up}, return_when=asyncio.FIRST_COMPLETED)
-                up.cancel()
+                await until_ready([actor], [life])
             return await life
 
     async def _reason_of(self, actor: Actor) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -58,49 +58,40 @@ def buckets_of(name: str) -> list[tuple[list[TensorSpec], int]]:
     ]
 
 
-class Sent:
-    """One version, held."""
-
-    def __init__(self, name: str, version: int) -> None:
-        self.held: list[tuple[Bucket, int]] = []
-        random = np.random.default_rng(version)
-        for index, (specs, size) in enumerate(buckets_of(name)):
-            segment = Segment(f"asyncrl-bench-{index}", size)
-            # Noise, repeated: making it all would take longer than everything that is measured.
-            noise = random.integers(0, 255, min(size, 1 << 20), np.uint8)
-            for start in range(0, size, len(noise)):
-                segment.write(start, noise[: size - start].data)
-            self.held.append((segment.seal(specs), segment.fd))
-        self.manifest = Manifest(version=version, buckets=[bucket for bucket, _ in self.held])
-
-    def views(self) -> list[mmap.mmap]:
-        return [mmap.mmap(fd, bucket.size, prot=mmap.PROT_READ) for bucket, fd in self.held]
-
-    def release(self) -> None:
-        for _, fd in self.held:
-            os.close(fd)
+def sealed(name: str, version: int) -> Iterator[tuple[Bucket, int]]:
+    """The buckets of a version, each with the descriptor of its segment."""
+    random = np.random.default_rng(version)
+    for index, (specs, size) in enumerate(buckets_of(name)):
+        segment = Segment(f"asyncrl-bench-{index}", size)
+        # Noise, repeated: making it all would take longer than everything that is measured.
+        noise = random.integers(0, 255, min(size, 1 << 20), np.uint8)
+        for start in range(0, size, len(noise)):
+            segment.write(start, noise[: size - start].data)
+        yield segment.seal(specs), segment.fd
 
 
 class Sending:
-    """The orders that this process takes."""
+    """The version that is held, and the orders that this process takes."""
 
     def __init__(self) -> None:
         from asyncrl.weights.broadcast import Sender
 
         self.sender = Sender("gloo", HOST, TIMEOUT_S)
-        self.sent: Sent | None = None
+        self.held: list[tuple[Bucket, int]] = []
         self.views: list[mmap.mmap] = []
         self.listening = socket.create_server((HOST, 0))
         self.bare: Any = None
 
     def hold(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Hold this version in place of the one before."""
         self.views = []
-        if self.sent is not None:
-            self.sent.release()
-        self.sent = Sent(order["layout"], order["version"])
-        self.views = self.sent.views()
+        for _, descriptor in self.held:
+            os.close(descriptor)
+        self.held = list(sealed(order["layout"], order["version"]))
+        self.views = [mmap.mmap(descriptor, bucket.size, prot=mmap.PROT_READ) for bucket, descriptor in self.held]
+        manifest = Manifest(version=order["version"], buckets=[bucket for bucket, _ in self.held])
         return {
-            "manifest": msgspec.json.encode(self.sent.manifest).decode(),
+            "manifest": msgspec.json.encode(manifest).decode(),
             "tcp_port": self.listening.getsockname()[1],
             "store": [self.sender.host, self.sender.port],
         }
@@ -114,9 +105,7 @@ class Sending:
         return {}
 
     def gloo(self, order: dict[str, Any]) -> dict[str, Any]:
-        assert self.sent is not None
-        group = msgspec.convert(order["group"], BroadcastGroup)
-        self.sender.send(group, order["version"], self.sent.held)
+        self.sender.send(msgspec.convert(order["group"], BroadcastGroup), order["version"], self.held)
         return {}
 
     def bare_gloo(self, order: dict[str, Any]) -> dict[str, Any]:

@@ -112,7 +112,7 @@ class Striker:
         return struck
 
     def pids(self, victim: str) -> list[int]:
-        """Return the current process of ``victim``, or None."""
+        """Return the current processes of ``victim``; none if it does not live."""
         role, _, index = victim.partition("/")
         if role in TITLES:
             found = self._run.titled(TITLES[role])

@@ -86,7 +86,7 @@ class World:
         for path in (self.runs, self.temporary):
             path.mkdir(parents=True)
         clocks = WallClocks(folder)
-        why_one = self._why_one_host() if several else "the run has one host"
+        why_one = "the run has one host" if not several else why_not() if self.alone else NOT_ALONE
         if self.alone:
             subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
             subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={disk_mib}m", "tmpfs", str(self.runs)], check=True)
@@ -115,9 +115,6 @@ class World:
         """Return all processes that started with or after the run, in a separate world."""
         assert self.alone
         return [process for process in psutil.process_iter() if process.pid not in self._residents and lives(process)]
-
-    def _why_one_host(self) -> str | None:
-        return why_not() if self.alone else NOT_ALONE
 
     def _missing(self, why_one: str | None) -> Mapping[Kind, str]:
         if not self.alone:

@@ -67,6 +67,19 @@ Subsystem sftp internal-sftp
 """
 
 
+SSH_CONFIG = """\
+Host *
+  User root
+  IdentityFile {folder}/user_key
+  IdentitiesOnly yes
+  BatchMode yes
+  UserKnownHostsFile {folder}/known_hosts
+  GlobalKnownHostsFile none
+  StrictHostKeyChecking yes
+  ConnectTimeout 5
+"""
+
+
 def why_not() -> str | None:
     """Return the reason why this machine allows no cluster, or None."""
     tools = (*network.TOOLS, "ssh", "ssh-keygen", "sshd")
@@ -326,18 +339,7 @@ class Cluster(contextlib.ExitStack):
             known.append(f"{host.name},{host.address} {public}")
             sections.append(f"Host {host.name}\n  HostName {host.address}")
         (self.folder / "known_hosts").write_text("\n".join(known) + "\n")
-        common = [
-            "Host *",
-            "  User root",
-            f"  IdentityFile {self.folder}/user_key",
-            "  IdentitiesOnly yes",
-            "  BatchMode yes",
-            f"  UserKnownHostsFile {self.folder}/known_hosts",
-            "  GlobalKnownHostsFile none",
-            "  StrictHostKeyChecking yes",
-            "  ConnectTimeout 5",
-        ]
-        self.ssh_config.write_text("\n".join([*sections, *common]) + "\n")
+        self.ssh_config.write_text("\n".join([*sections, SSH_CONFIG.format(folder=self.folder)]))
 
 
 def remove_abandoned() -> list[Path]:
