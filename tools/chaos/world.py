@@ -17,8 +17,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -60,12 +60,10 @@ def _unshare() -> list[str] | None:
     return command if tried.returncode == 0 else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A place that can hold leftovers of a host."""
+class _Place(NamedTuple):
+    """A place that can hold leftovers of a host. ``of`` is the text after the name of a leftover."""
 
     of: str
-    """Text after the name of a leftover."""
     net: Path
     shm: Path
     temporary: Path
