@@ -2,7 +2,8 @@
 
 Prints a line for each check: pass, fail, or skip with its reason. The exit code is 1 if a check failed.
 
-``--json`` prints one JSON object. ``--into PAGE FILE`` puts the results in a file into a page.
+``--json`` prints one JSON object. ``--only WORD`` runs the checks whose names contain a word. ``--into PAGE FILE`` puts
+the results in a file into a page.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog=f"A check that hangs fails after {CHECK_S / 60:.0f} minutes: all take at most {longest_s() / 60:.0f}.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--only", default="", metavar="WORD", help="only checks whose name contains this word")
     parser.add_argument("--into", nargs=2, metavar=("PAGE", "JSON"), help="put the results of a file into a page")
     chosen = parser.parse_args(arguments)
     if chosen.into:
@@ -36,8 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="asyncrl-gpu-check-") as name:
         host = look(Path(name))
         for each, (gpus, check) in checks().items():
-            results.append(run_check(host, each, gpus, check))
-            print(results[-1], file=sys.stderr if chosen.json else sys.stdout, flush=True)
+            if chosen.only in each:
+                results.append(run_check(host, each, gpus, check))
+                print(results[-1], file=sys.stderr if chosen.json else sys.stdout, flush=True)
         if chosen.json:
             print(json.dumps(as_json(device(host), results)))
     return exit_code(results)
