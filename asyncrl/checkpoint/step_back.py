@@ -1,13 +1,13 @@
 """The search for the newest checkpoint that is not damaged.
 
-One candidate after the other is tried, newest first, until one is whole. Only then the caller renames the damaged ones
-and reports each. If all are damaged, nothing is renamed and CheckpointError says so: only the user may decide to start
-again from the initial weights.
+The candidates are tried one after the other, newest first, until one is whole. Only then the caller renames the damaged
+ones and reports each. If all are damaged, nothing is renamed and CheckpointError says so: only the user may decide to
+start again from the initial weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -26,6 +26,11 @@ class Damaged:
     problem: DamagedCheckpoint
     step: int | None
     """Step of the checkpoint; None if that cannot be read."""
+
+    @classmethod
+    def at(cls, path: Path, problem: DamagedCheckpoint) -> Damaged:
+        """Describe the damaged checkpoint in this folder."""
+        return cls(path, problem, step_of(path))
 
     def describe(self, taken: Path, step: int, now_at: Path | None = None) -> str:
         """Describe to the user the damage, the checkpoint that is used instead, and the cost.
@@ -57,12 +62,17 @@ def newest_whole(folder: CheckpointFolder, check: Callable[[Path], T]) -> tuple[
         try:
             return check(path), damaged
         except DamagedCheckpoint as problem:
-            damaged.append(Damaged(path, problem, step_of(path)))
-    if not damaged:
-        return None, []
-    newest = damaged[0].problem
-    reason = (
-        f"no checkpoint here is whole; of the newest, {newest.path}: {newest.reason}. Restore the file, or move "
-        f"{', '.join(each.path.name for each in damaged)} out of the folder to begin from the initial weights"
-    )
-    raise CheckpointError(str(folder.folder), reason)
+            damaged.append(Damaged.at(path, problem))
+    refuse_all_damaged(folder, damaged)
+    return None, []
+
+
+def refuse_all_damaged(folder: CheckpointFolder, damaged: Sequence[Damaged]) -> None:
+    """Raise CheckpointError if there are damaged checkpoints, the newest first; the folder has no whole one."""
+    if damaged:
+        newest = damaged[0].problem
+        reason = (
+            f"no checkpoint here is whole; of the newest, {newest.path}: {newest.reason}. Restore the file, or move "
+            f"{', '.join(each.path.name for each in damaged)} out of the folder to begin from the initial weights"
+        )
+        raise CheckpointError(str(folder.folder), reason)

@@ -69,6 +69,8 @@ def gather_heartbeat(actor: Actor, beat: int) -> Heartbeat:
     with contextlib.suppress(RuntimeError):
         # The event loop's thread may change a container meanwhile: the next heartbeat has those metrics.
         actor.counters.update(actor.metrics())
+    # If this raises, the events below are still there for the next heartbeat.
+    vitals = actor.vitals()
     return Heartbeat(
         beat=beat,
         state=state,
@@ -80,7 +82,7 @@ def gather_heartbeat(actor: Actor, beat: int) -> Heartbeat:
         resources=actor.resources(),
         events=actor.events.take(),
         unreached=actor.unreached(),
-        **actor.vitals(),
+        **vitals,
     )
 
 

@@ -31,10 +31,10 @@ from asyncrl.checkpoint.contents import (
     write_contents,
 )
 from asyncrl.checkpoint.folder import CheckpointFolder
-from asyncrl.checkpoint.step_back import newest_whole
+from asyncrl.checkpoint.step_back import Damaged, refuse_all_damaged
 from asyncrl.config.operation import CheckpointConfig
 from asyncrl.core.disk import free_bytes, no_room
-from asyncrl.core.errors import CheckpointError
+from asyncrl.core.errors import CheckpointError, DamagedCheckpoint
 from asyncrl.core.threads import run_on
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.checkpoint.failed_writes import FailedWrite, Kept, checkpoint_complete_again, checkpoint_failed
@@ -105,18 +105,26 @@ class CheckpointWriter:
         # The claim comes before any reading: after it, an earlier incarnation of the learner can commit nothing.
         await asyncio.to_thread(self._folder.claim, self._incarnation)
         await run_on(self._thread, self._backend.sees, self._folder.folder)
-        contents, damaged = await asyncio.to_thread(newest_whole, self._folder, self._load)
-        if contents is None:
-            return None
-        new_names = await asyncio.to_thread(lambda: [self._folder.set_aside_damaged(each.path) for each in damaged])
-        step = contents.state.step
-        self.newest = Kept(version=contents.state.version, step=step, path=contents.path)
-        for each, now_at in zip(damaged, new_names, strict=True):
-            self._notify(f"damaged {each.path.name}", each.describe(contents.path, step, now_at))
-        if damaged:
-            # The controller may still name a damaged one as the newest.
-            self._announce(self.newest)
-        return contents
+        damaged: list[Damaged] = []
+        # A thread cannot be cancelled, so each step of the search is awaited: a learner that ends loads nothing more.
+        for path in await asyncio.to_thread(self._folder.candidates):
+            try:
+                contents = await asyncio.to_thread(self._read, path)
+                await run_on(self._thread, self._backend.load, path / TRAINER)
+            except DamagedCheckpoint as problem:
+                damaged.append(Damaged.at(path, problem))
+                continue
+            new_names = await asyncio.to_thread(lambda: [self._folder.set_aside_damaged(each.path) for each in damaged])
+            step = contents.state.step
+            self.newest = Kept(version=contents.state.version, step=step, path=path)
+            for each, now_at in zip(damaged, new_names, strict=True):
+                self._notify(f"damaged {each.path.name}", each.describe(path, step, now_at))
+            if damaged:
+                # The controller may still name a damaged one as the newest.
+                self._announce(self.newest)
+            return contents
+        refuse_all_damaged(self._folder, damaged)
+        return None
 
     async def write(
         self,
@@ -295,15 +303,10 @@ class CheckpointWriter:
         except CheckpointError as error:
             self._log.warning("old checkpoints could not be removed", error=str(error))
 
-    def _load(self, path: Path) -> Contents:
-        """Verify the files that COMPLETE lists, read state and groups, and load the rest into the backend.
-
-        Blocks until the backend has loaded its files on its thread. Raises CheckpointError.
-        """
+    def _read(self, path: Path) -> Contents:
+        """Verify the files that COMPLETE lists, then read state and groups. Raises CheckpointError."""
         self._folder.verify(self._folder.at(path))
-        contents = read_contents(path)
-        self._thread.submit(self._backend.load, path / TRAINER).result()
-        return contents
+        return read_contents(path)
 
 
 def _group_bytes(group: Group) -> int:

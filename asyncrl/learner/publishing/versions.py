@@ -18,6 +18,7 @@ admits. The run ends only when no group is left to train and no version could be
 
 Fails with ActorFailed when no version can be published for too long. Any other error than an OSError of the system
 leaves the ranks out of step, and is raised. Fails with ConfigError naming the mark if it exists and cannot be read.
+A number whose mark cannot be written is not used.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -227,6 +228,38 @@ def test_a_run_continues_from_its_newest_checkpoint(folder, thread) -> None:
     with pytest.raises(BaseExceptionGroup) as caught:
         world.play(lambda checkpoints: checkpoints.restore())
     assert isinstance(caught.value.exceptions[0], CheckpointError)
+
+
+def test_a_restore_cancelled_while_it_reads_loads_nothing(folder, thread, monkeypatch) -> None:
+    """A learner that ends in its setup stops its ranks, which must then get no more commands."""
+    reads, may_end = threading.Event(), threading.Event()
+    held = _Held(create(CONFIG, 0))
+
+    async def write(checkpoints: CheckpointWriter) -> None:
+        await checkpoints.restore()
+        await checkpoints.write(make_state(3), [], [])
+        held.finish()
+        await checkpoints.settle()
+
+    def read(path: Path) -> Any:
+        reads.set()
+        assert may_end.wait(WAIT_S)
+        return read_contents(path)
+
+    async def script(checkpoints: CheckpointWriter) -> None:
+        restoring = asyncio.create_task(checkpoints.restore())
+        assert await asyncio.to_thread(reads.wait, WAIT_S)
+        restoring.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await restoring
+        may_end.set()
+
+    _World(folder, thread, backend=held).play(write)
+    monkeypatch.setattr(writer_module, "read_contents", read)
+    second = _World(folder, thread, incarnation=101)
+    load = second.backend.load = Mock()
+    second.play(script)
+    load.assert_not_called()
 
 
 def test_the_needed_disk_space_includes_the_ledger(folder, thread, monkeypatch) -> None:
