@@ -94,7 +94,7 @@ def test_appended_rows_get_the_next_indices_and_leave_the_fingerprint_of_the_oth
     append(path, "{}\n")
     with pytest.raises(DataError, match=r"rows\.jsonl:4: .* 1 more bad rows \(.*rows\.jsonl:7\).*on_bad_row"):
         whole()
-    prompts._config = DataConfig(path=str(path))
+    prompts.config = DataConfig(path=str(path))
     with pytest.raises(DataError, match=r"rows\.jsonl:7"):
         prompts.extend(file.read())
 

@@ -255,6 +255,8 @@ def sample(kind: Any) -> Any:
             return 0.5
         case msgspec.inspect.BytesType():
             return b"0-7"
+        case msgspec.inspect.ByteArrayType():
+            return bytearray(b"0-7")
         case msgspec.inspect.StrType():
             return "0-7"
         case msgspec.inspect.BoolType():
