@@ -174,7 +174,7 @@ class CheckpointFolder:
         check_files(found.path, _read_complete(found.path / COMPLETE).files, None)
 
     def verify_all(self, found: Found, limit_bytes: int | None) -> None:
-        """Check all files of a checkpoint: the files that ``commit`` recorded, and the files in the trainer's table.
+        """Check all files of a checkpoint: those that ``commit`` recorded, and those in the trainer's table, if any.
 
         The recorded files are read whole. For the trainer's files, sizes are compared, and checksums until
         ``limit_bytes`` are read (None: no limit). Raises CheckpointError.

@@ -161,11 +161,14 @@ class Publish(Request, frozen=True, kw_only=True):
 
 
 class Published(Message, frozen=True, kw_only=True):
-    """State of a published version. If not ``held``, a restarted parameter server lacks it: publish it again."""
+    """State of a published version.
+
+    If ``held``, ask again. If not, a restarted parameter server lacks the version: publish it again.
+    """
 
     held: bool
     corrupt: bool = False
-    """Whether the bytes have changed since they were sealed: publish the weights again, with another number."""
+    """Whether the bytes have changed since they were sealed. Then publish the weights with another number."""
 
 
 class WatchPublished(Request, frozen=True, kw_only=True):

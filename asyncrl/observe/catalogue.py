@@ -1,6 +1,6 @@
 """The catalogue of metrics, and the counters, gauges and histograms of one actor.
 
-Each metric is declared once, in ``metrics.py`` of the actor's folder that counts it. A declaration gives a name, a unit
+Each metric is declared once, in the module ``metrics`` of the folder that counts it. A declaration gives a name, a unit
 and a sentence. It also names the actors that report the metric, and the kinds of lines in metrics.jsonl that contain
 it. ``find`` imports the declarations of all roles, which import nothing but this module.
 ``python -m asyncrl.observe.catalogue`` prints docs/metrics.md.

@@ -150,6 +150,7 @@ class JudgeClient:
         if prices := self._options.price_per_million:
             counters.cost += (prices[0] * usage.prompt_tokens + prices[1] * usage.completion_tokens) / 1e6
         if usage.prompt_tokens:
+            # Below 0 it is a credit: later requests wait for fewer tokens.
             self._tokens.due += usage.prompt_tokens + usage.completion_tokens - tokens
         text = choice.message.content or choice.message.refusal or ""
         return JudgeReply(text, usage.completion_tokens, choice.finish_reason == "length", left_s)

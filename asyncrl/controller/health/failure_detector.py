@@ -36,7 +36,7 @@ STACKS_BEATS = 3
 PROGRESS = ("ledger/trained", "rollout/sampled_tokens", "sft/warm_steps")
 """Counters of a heartbeat that, with the policy version, show that the run moves."""
 FRESH_S = 3.0
-"""Age of a heartbeat (s) up to which the times of its waits are used as they are; an older one adds its age."""
+"""Time (s) since an actor was heard up to which its waits are used as they are; later it is added to each."""
 
 
 def view_of(registry: Registry, names: Collection[str], now: float) -> Mapping[str, ActorStatus]:

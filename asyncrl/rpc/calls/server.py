@@ -442,7 +442,7 @@ class CallServer:
     # --- answering ---
 
     def _reply(self, session: _Session, header: Header, handler: Handler, reply: Message) -> None:
-        """Send the reply to a call, and store it if the call is not idempotent."""
+        """Send the reply to a call, and store it if the call is not idempotent; or an error if it is too large."""
         frames = self._endpoint.codec.encode(reply)
         if (size := size_of(frames)) > session.limit:
             self._error(

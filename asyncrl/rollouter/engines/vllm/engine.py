@@ -180,6 +180,7 @@ class VllmEngine:
 
     async def close(self) -> None:
         self._processes.look()
+        # Workers need time to remove their shared memory.
         grace_s = CLOSE_GRACE_S if self._processes.has_workers and not self._watch.dead else 0.0
         self._watch.declare_dead("it was closed")
         if self._silence_timer is not None:
