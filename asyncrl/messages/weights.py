@@ -184,6 +184,7 @@ class BroadcastState(Message, frozen=True, kw_only=True):
     """State of the learner's broadcast. ``decided`` False: ask again."""
 
     decided: bool = False
+    """False at the end of the parking time, or if the learner has asked another question since."""
     group: BroadcastGroup | None = None
     """The group to which the learner must now broadcast; None if there is no broadcast."""
     error: str = ""

@@ -2,12 +2,12 @@
 
 Each metric is declared once, in the module ``metrics`` of the folder that counts it. A declaration gives a name, a unit
 and a sentence. It also names the actors that report the metric, and the kinds of lines in metrics.jsonl that contain
-it. ``find`` imports the declarations of all roles, which import nothing but this module.
+it. ``find`` imports the declarations of all roles and of rpc, which import nothing but this module.
 ``python -m asyncrl.observe.catalogue`` prints docs/metrics.md.
 
 Invariants: a name has one declaration. A name that is not declared raises AssertionError if ``strict`` is set, as in
 the tests; otherwise it counts like any other. A histogram must always be declared, because the declaration has its
-buckets: else it raises KeyError. Other threads may read what an actor counts.
+buckets: else it raises KeyError, if ``strict`` is not set. Other threads may read what an actor counts.
 """
 
 from __future__ import annotations

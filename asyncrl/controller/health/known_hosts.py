@@ -60,12 +60,12 @@ class KnownHosts:
             self._add(agent, name, actors, also, now)
 
     def forget(self, agent: str) -> None:
-        """Remove a host that has left the run for good."""
+        """Remove a host that has left the run for good: on request, or because it was lost meanwhile."""
         self.known.pop(agent, None)
         self.lost.pop(agent, None)
 
     def describe(self) -> dict[str, tuple[str, list[str], list[str]]]:
-        """By agent: the name, the actors and the further names of its host."""
+        """For the file that the controller's successor reads, by agent: name, actors and further names of its host."""
         return {host.agent: (host.host, host.actors, host.also) for host in self.known.values()}
 
     def look(self, registry: Registry, now: float) -> tuple[list[MemberHost], list[MemberHost]]:

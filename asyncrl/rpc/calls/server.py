@@ -421,7 +421,7 @@ class CallServer:
     def _on_cast(self, session: _Session, header: Header, frames: Frames) -> None:
         """Run the handler of a cast. Drops and counts a forbidden cast, or one before the actor is set up.
 
-        Raises ProtocolError if there is no such handler or the body cannot be read.
+        Raises ProtocolError without such a handler, or for a body that cannot be read.
         """
         handler = self._handlers.get(header.type)
         if handler is None or handler.answered:
@@ -444,6 +444,7 @@ class CallServer:
     def _reply(self, session: _Session, header: Header, handler: Handler, reply: Message) -> None:
         """Send the reply to a call, and store it if the call is not idempotent; or an error if it is too large."""
         frames = self._endpoint.codec.encode(reply)
+        # ZeroMQ would drop the connection to a caller that gets a larger message than it accepts.
         if (size := size_of(frames)) > session.limit:
             self._error(
                 session.routing_id,

@@ -193,9 +193,10 @@ class VllmEngine:
         self._llm = self._launching = None
 
     def _end(self, grace_s: float) -> None:
-        """End all processes of the engine, killing them after ``grace_s`` seconds, and remove its folder. Blocking.
+        """End all processes of the engine, and remove its folder. Blocking.
 
-        A launch that still runs fails first, because its engine core is killed.
+        vLLM's shutdown has ``grace_s`` seconds, and then all that are left are killed. A launch that still runs fails
+        first, because its engine core is killed.
         """
         launching = self._launching
         while launching is not None and not launching.done():
