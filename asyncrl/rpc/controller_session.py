@@ -6,8 +6,9 @@ preemption once. The actor keeps working while the controller is away: a success
 node agent ends the actor.
 
 A notice is a text for the user (Actor.notify). If it changes before it is sent, only its newest form is sent. There are
-at most MOST_KEYS notices. The last of them, MORE, stands for all further keys. A notice belongs to an incarnation of
-its actor, and the wait that it reports ends with that incarnation (controller/observation/recent_lines.py).
+at most MOST_KEYS notices. The last of them, with the key MORE, counts all further keys. A notice belongs to an
+incarnation of its actor, and the wait that it reports ends with that incarnation
+(controller/observation/recent_lines.py).
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
 REPORT_S = 5.0
 """Longest time that an actor spends at its end on the report of a failure, or on its notices."""
 MOST_KEYS = 64
-MORE = Notice(key="more", text="more kinds of notices than are shown; the log has them")
+MORE = "more"
+MOST_OVERFLOWING = 1024
+"""Largest number of keys that the notice MORE counts."""
 NOTICE_PACE_S = 1.0
 """Pause between two reports of notices."""
 TRACE_S = 3.0
@@ -44,20 +47,37 @@ class NoticeQueue:
         """Newest notice of each key."""
         self._unsent: dict[str, None] = {}
         """Keys of notices to send, the oldest first."""
+        self._overflowing: set[str] = set()
+        """Keys that had no room; the notice MORE counts them."""
 
     def add(self, notice: Notice) -> bool:
         """Queue a notice. Returns whether its text differs from the last one with its key.
 
-        Without room for its key, queues the notice MORE instead, and returns True.
+        Without room for its key, queues the notice MORE instead, and returns whether MORE did not count the key before.
         """
+        key, text = notice.key, notice.text
         # One place is reserved for MORE.
-        has_room = notice.key in self._known or len(self._known) < MOST_KEYS - 1
-        queued = notice if has_room else MORE
-        known = self._known.get(queued.key)
-        if queued != known:
-            self._known[queued.key] = queued
-            self._unsent.setdefault(queued.key)
-        return not has_room or known is None or known.text != queued.text
+        if key not in self._known and len(self._known) >= MOST_KEYS - 1:
+            is_new = key not in self._overflowing
+            if is_new and len(self._overflowing) < MOST_OVERFLOWING:
+                self._overflowing.add(key)
+            self._put(
+                Notice(
+                    key=MORE,
+                    text="more kinds of notices than are shown; the log has them",
+                    count=len(self._overflowing),
+                )
+            )
+            return is_new
+        known = self._known.get(key)
+        self._put(notice)
+        return known is None or known.text != text
+
+    def _put(self, notice: Notice) -> None:
+        """Store a notice under its key, and queue it if it differs from the stored one."""
+        if notice != self._known.get(notice.key):
+            self._known[notice.key] = notice
+            self._unsent.setdefault(notice.key)
 
     def take(self) -> list[Notice]:
         """Returns the notices to send, and marks them as sent."""

@@ -1,7 +1,7 @@
 """The notices of one actor, on their way to the controller."""
 
 from asyncrl.messages.actors import LONGEST_KEY, LONGEST_NOTICE, Notice
-from asyncrl.rpc.controller_session import MORE, MOST_KEYS, NoticeQueue, sendable
+from asyncrl.rpc.controller_session import MORE, MOST_KEYS, MOST_OVERFLOWING, NoticeQueue, sendable
 from asyncrl.rpc.wire.codec import Codec
 
 
@@ -34,10 +34,14 @@ def test_keys_and_texts_are_bounded():
     for at in range(3 * MOST_KEYS):
         assert notices.add(sendable(str(at), "x" * 2 * LONGEST_NOTICE, count=1)), "each is logged"
     assert not notices.add(sendable("0", "x" * 2 * LONGEST_NOTICE, count=2))
+    assert not notices.add(sendable(str(2 * MOST_KEYS), "x", count=2))
     taken = notices.take()
     assert len(taken) == MOST_KEYS
-    assert taken[-1] == MORE
+    assert (taken[-1].key, taken[-1].count) == (MORE, 3 * MOST_KEYS - (MOST_KEYS - 1))
     assert max(len(notice.text) for notice in taken) == LONGEST_NOTICE
+    for at in range(2 * MOST_OVERFLOWING):
+        notices.add(sendable(f"more/{at}", "x", count=1))
+    assert notices.take()[-1].count == MOST_OVERFLOWING
 
 
 def test_values_that_the_wire_refuses_are_cut_and_replaced():
