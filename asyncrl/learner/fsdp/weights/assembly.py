@@ -15,9 +15,9 @@ need the same rows of B, which the rank has, and the whole of A. So the ranks ex
 small. The exchange of the gather has a process group to itself and cannot mix with the collectives of a step. Every
 rank finishes the gather even if the writing fails; the error is raised afterwards on rank 0 alone.
 
-``begin`` fails with DeadlineExceeded if the previous assembly does not end in time. It also raises the error of a
-failed exchange of the previous assembly, since the ranks are out of step then, and torch's errors when host memory does
-not suffice. Other results are in the future alone.
+``begin`` fails with DeadlineExceeded if the previous assembly does not end in time. If an exchange of the previous
+assembly failed, it raises that error, since the ranks are out of step then. It raises torch's errors when host memory
+does not suffice. Other results are in the future alone.
 """
 
 from __future__ import annotations
