@@ -87,6 +87,7 @@ def at_work(watched):
 
 def test_a_detached_run_outlives_its_terminal_and_is_stopped_from_another(watched):
     run, log = watched.run, watched.run.run_dir / "logs" / "attempt_1" / "launcher.log"
+    assert watched.shown[-5].startswith("the run continues without this terminal")
     assert watched.shown[-4:] == [
         f"run folder  {run.run_dir}",
         f"output      {log}",
@@ -94,7 +95,6 @@ def test_a_detached_run_outlives_its_terminal_and_is_stopped_from_another(watche
         f"end         asyncrl-launch --stop {run.run_dir}",
     ]
     assert f"run folder: {run.run_dir}" in watched.shown
-    assert any(line.startswith("step 1/4000 ") for line in watched.shown)
     assert (watched.stopped.returncode, watched.stopped.stderr) == (0, "")
     left = CheckpointFolder(run.run_dir / "checkpoints").newest()
     assert run.steps_trained == list(range(1, left.step + 1)), "nothing is lost"
@@ -108,6 +108,7 @@ def test_a_detached_run_outlives_its_terminal_and_is_stopped_from_another(watche
     assert last == f"{how}; to resume: {began} --resume {run.run_dir}"
     written = log.read_text().splitlines()
     assert (written[0], written[-2:]) == (f"run folder: {run.run_dir}", [kept, last])
+    assert any(line.startswith("step 1/4000 ") for line in written)
     again = stop(run.run_dir)
     assert again.returncode == 2 and "the run in it has ended" in again.stderr
 
