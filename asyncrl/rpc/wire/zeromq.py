@@ -188,7 +188,7 @@ class _ZmqSocket:
         self._on_closed = closed
         # Bound once, because attribute lookup on a socket is slow. zmq.Socket.send adds only options not used here.
         self._put_frame = super(zmq.Socket, socket).send  # type: ignore[misc]
-        self._take_frame, self._option = socket.recv, socket.getsockopt
+        self._take_frame = socket.recv
         self._loop = asyncio.get_running_loop()
         self._outgoing: list[Frames] = []
         """Messages for the next turn of the loop; empty unless a read is scheduled."""
@@ -226,14 +226,14 @@ class _ZmqSocket:
     def _receive_one(self) -> None:
         raise NotImplementedError
 
-    def _rest(self, parts: list[Any], copied: int) -> list[Any]:
-        """Receive the further frames of a message and append them to ``parts``.
-
-        The first ``copied`` frames of the message become bytes; the others stay frames, which are not copied.
-        """
-        take, option = self._take_frame, self._option
-        while option(zmq.RCVMORE):
-            parts.append(take(NOW, len(parts) < copied))
+    def _frames(self, first: zmq.Frame) -> list[Any]:
+        """Receive the frames after the ``first`` and return all: two as bytes, the further ones as uncopied frames."""
+        take, frame = self._take_frame, first
+        parts: list[Any] = [first.bytes]
+        # ``more`` is an attribute of a frame; the option RCVMORE of the socket costs more than to receive the frame.
+        while frame.more:
+            frame = take(NOW, False)
+            parts.append(frame if len(parts) > 1 else frame.bytes)
         return parts
 
     def _send(self, frames: Frames) -> bool:
@@ -348,13 +348,11 @@ class ZmqServer(_ZmqSocket):
         routing_id = self._take_frame(NOW)
         owner: str | None = None
         # At least one frame follows a routing id.
-        if self._max_joined_bytes is None:
-            frames = self._rest([self._take_frame(NOW)], 2)
-        else:
-            # Not copied to bytes: only a zmq.Frame has the connection's User-Id, which the doorkeeper has set.
-            header = self._take_frame(NOW, copy=False)
+        header = self._take_frame(NOW, False)
+        frames = self._frames(header)
+        if self._max_joined_bytes is not None:
+            # The doorkeeper has set the connection's User-Id.
             owner = header.get("User-Id")
-            frames = self._rest([header.bytes], 2)
             if frames[0][:1] == MARK:
                 # The receiver counts a message that cannot be joined as malformed, because a table is no header.
                 with contextlib.suppress(ValueError, struct.error):
@@ -398,7 +396,7 @@ class ZmqClient(_ZmqSocket):
             raise
 
     def _receive_one(self) -> None:
-        self._on_message(self._rest([self._take_frame(NOW)], 2))
+        self._on_message(self._frames(self._take_frame(NOW, False)))
 
     def send(self, frames: Frames) -> bool:
         return self._send(cut(frames) if self._in_pieces else frames)
