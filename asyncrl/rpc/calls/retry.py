@@ -51,7 +51,7 @@ def pause(first_s: float, times: int, draw: float) -> float:
 
     The upper end doubles DOUBLINGS times at most. ``draw`` is a random number from [0, 1).
     """
-    return backoff(first_s, times, first_s * 2.0**DOUBLINGS) * (1.0 - draw)
+    return first_s * 2.0 ** min(times, DOUBLINGS) * (1.0 - draw)
 
 
 def log_away(log: Logger, whom: str, error: WireError, **facts: Any) -> None:
