@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from asyncrl.core.formatting import printable, say
 from asyncrl.core.other_names import Meaning, describe_meaning, meaning_of
-from asyncrl.core.printable import printable, say
 from asyncrl.core.streams import PRINTER, replace_unknown, send_nowhere
 from asyncrl.launcher.common.signals import heeded
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from asyncrl.cli.command_line import Parser, complain, flushed, seconds, split_flags, split_ssh_args
-from asyncrl.core.printable import json_in_ascii, say
+from asyncrl.core.formatting import json_in_ascii, say
 
 if TYPE_CHECKING:
     from asyncrl.config import Config

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.cli.command_line import Parser, complain_of, interruptible, split_flags
 from asyncrl.cli.which_run import run_folder
-from asyncrl.core.printable import say
+from asyncrl.core.formatting import say
 
 if TYPE_CHECKING:
     from asyncrl.config import Config

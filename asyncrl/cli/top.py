@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.cli.command_line import Parser, complain, flushed
 from asyncrl.cli.which_run import PROGRAM, live_run_place, may_live, must_be_reachable, run_folder
-from asyncrl.core.printable import json_in_ascii, say
+from asyncrl.core.formatting import json_in_ascii, say
 
 if TYPE_CHECKING:
     from asyncrl.messages.monitor import Snapshot

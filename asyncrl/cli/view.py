@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.cli.command_line import Parser, complain, flushed
 from asyncrl.cli.which_run import may_live, run_folder
-from asyncrl.core.printable import say
+from asyncrl.core.formatting import say
 
 if TYPE_CHECKING:
     from asyncrl.text.tokenizer import Tokenizer

@@ -41,7 +41,7 @@ import msgspec
 
 from asyncrl.core.errors import DataError
 from asyncrl.core.files import FILE_SUFFIX
-from asyncrl.core.printable import name_some
+from asyncrl.core.formatting import name_some
 
 if TYPE_CHECKING:
     # Imported where it is used: workers of rewards read columns, and start in half the time without it.

@@ -32,7 +32,7 @@ from asyncrl.config import Config
 from asyncrl.config.hub import with_pins
 from asyncrl.config.load import config_to_json
 from asyncrl.core.errors import ConfigError, UsageError
-from asyncrl.core.printable import say
+from asyncrl.core.formatting import say
 from asyncrl.launcher.agent_handle import AgentHandle
 from asyncrl.launcher.checks.findings import CheckOrder, Finding, Pin, errors_of, rows, warnings_of
 from asyncrl.launcher.checks.hub import describe_pin, for_actors, pin

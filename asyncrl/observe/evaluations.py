@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from asyncrl.core.numbers import fixed
+from asyncrl.core.formatting import fixed
 
 FILE = "evaluations.jsonl"
 RESULT = "evaluation.json"

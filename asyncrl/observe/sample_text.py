@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from asyncrl.core.printable import printable
+from asyncrl.core.formatting import printable
 from asyncrl.observe.samples import SampleGroup, SampleTrajectory
 
 SampleStyle = Literal["group", "heading", "role", "text", "note"]

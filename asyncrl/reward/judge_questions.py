@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from asyncrl.core.printable import printable
+from asyncrl.core.formatting import printable
 from asyncrl.data.rows import column_names, column_of, has_column
 from asyncrl.messages.reward import LONGEST_JUDGEMENT, Outcome, Score
 from asyncrl.reward.judge_answers import read_entries, read_entry_per_name, read_number

@@ -13,7 +13,7 @@ from rich.table import Column as GridColumn
 from rich.table import Table as Grid
 from rich.text import Text
 
-from asyncrl.core.numbers import ABSENT, count, duration, fixed, percent
+from asyncrl.core.formatting import ABSENT, count, duration, fixed, percent
 from asyncrl.messages.monitor import ActorView, Shares
 from asyncrl.observe.catalogue import edges_of, quantile
 from asyncrl.top.bottleneck import by_kind

@@ -8,30 +8,31 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-from rich.console import Group
+from rich.console import Group, RenderableType
+from rich.text import Text
 from textual import work
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal, Vertical
+from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.events import Key
 from textual.theme import Theme
-from textual.widgets import Input, Static
+from textual.widgets import DataTable, Input, Static
 
 from asyncrl.core.errors import AsyncRLError
-from asyncrl.core.printable import printable
+from asyncrl.core.formatting import printable
 from asyncrl.top.actor_panes import sorted_next
 from asyncrl.top.client import Away
 from asyncrl.top.detail import DetailScreen, HelpScreen
-from asyncrl.top.draw import LEVELS, Choice, PaneName, text
+from asyncrl.top.draw import LEVELS, Choice, Pane, PaneName, Row, Table, text
 from asyncrl.top.panes import PANES, panes_of, title
 from asyncrl.top.pipeline import foot, header, pipeline, status, tabs, time_bar
 from asyncrl.top.replay import Feed, SnapshotSource
 from asyncrl.top.samples_screen import SamplesScreen
 from asyncrl.top.view import SnapshotView
-from asyncrl.top.widgets import PaneView
 
 DRAW_S = 0.8
 TICK_S = 0.25
@@ -50,51 +51,112 @@ print everything once: asyncrl-top RUN --once
 q quits; the run continues"""
 
 
+class Lines(VerticalScroll):
+    """Lines that scroll."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("k", "scroll_up", show=False),
+        Binding("j", "scroll_down", show=False),
+    ]
+
+    def __init__(self) -> None:
+        self._content = Static()
+        super().__init__(self._content, classes="lines")
+
+    def show(self, *content: RenderableType) -> None:
+        self._content.update(Group(*content))
+
+
+class Rows(DataTable[Text]):
+    """The rows of a table. Only changed cells are drawn again, and the cursor stays with its actor."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("k", "cursor_up", show=False),
+        Binding("j", "cursor_down", show=False),
+        Binding("home", "scroll_top", show=False),
+        Binding("end", "scroll_bottom", show=False),
+        Binding("shift+left", "scroll_left", show=False),
+        Binding("shift+right", "scroll_right", show=False),
+    ]
+
+    def __init__(self) -> None:
+        super().__init__(cursor_type="row", cell_padding=0, fixed_columns=1, cursor_foreground_priority="renderable")
+        self._shown: list[Row] = []
+        """Rows on the screen."""
+        self._laid: list[tuple[Text, int]] = []
+        """Title and width (cells) of each column on the screen."""
+
+    @property
+    def chosen(self) -> str:
+        """Actor that the row under the cursor is about; empty if it is about nothing."""
+        # A key may have moved the cursor to -1 while there was no row.
+        return self._shown[self.cursor_row].key if 0 <= self.cursor_row < len(self._shown) else ""
+
+    def show(self, table: Table) -> None:
+        """Show a table: make new columns if the layout has changed, else draw only the changed cells."""
+        # A column gets no narrower, so that the table keeps its place when a value gets shorter.
+        chosen, widths = self.chosen, {title.plain: width for title, width in self._laid}
+        laid = [(title, max(width, widths.get(title.plain, 0))) for title, width in table.laid()]
+        if laid != self._laid:
+            self.clear(columns=True)
+            for title, width in laid:
+                self.add_column(title, width=width)
+            self._laid, self._shown = laid, []
+        old = self._shown
+        for number, row in enumerate(table.rows):
+            if number >= len(old):
+                self.add_row(*row.cells)
+                continue
+            for at, cell in enumerate(row.cells):
+                if cell != old[number].cells[at]:
+                    self.update_cell_at((number, at), cell)  # type: ignore[arg-type]
+        for _ in old[len(table.rows) :]:
+            self.remove_row(self.ordered_rows[-1].key)
+        self._shown = list(table.rows)
+        keys = [row.key for row in table.rows]
+        if not table.newest_first and chosen in keys and self.chosen != chosen:
+            # Take the last row with this key, because a heading has the key of the first row below it.
+            self.move_cursor(row=len(keys) - 1 - keys[::-1].index(chosen))
+
+
+class PaneView(Vertical):
+    """A pane: lines, and below them the rows of its table."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "choose", show=False)]
+
+    def __init__(self, name: str, choose: Callable[[str], None]) -> None:
+        """``choose`` gets the actor of an entry."""
+        self._lines, self._rows, self._about = Lines(), Rows(), ""
+        super().__init__(self._lines, self._rows, id=name, classes="pane")
+        self._choose = choose
+
+    def show(self, pane: Pane) -> None:
+        self._about = pane.about
+        self._lines.show(*pane.head)
+        self._lines.display = bool(pane.head)
+        self._rows.display = pane.table is not None and bool(pane.table.rows)
+        self.set_class(not self._rows.display, "alone")
+        if pane.table is not None:
+            self._rows.show(pane.table)
+
+    def focus_entries(self) -> None:
+        """Let keys go to what scrolls."""
+        (self._rows if self._rows.display else self._lines).focus()
+
+    def action_choose(self) -> None:
+        """Choose the actor that the row is about, or the pane."""
+        if key := (self._rows.display and self._rows.chosen) or self._about:
+            self._choose(key)
+
+    def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
+        event.stop()
+        self.action_choose()
+
+
 class Top(App[int]):
     """The application of the terminal; see the module."""
 
-    CSS = """
-    #header, #tabs, #foot { background: $panel; }
-    #header { height: 2; padding: 0 1; }
-    #pipeline { height: auto; min-height: 8; max-height: 12; padding: 1 1 0 1; }
-    #time, #tabs, #foot { height: 1; padding: 0 1; }
-    #filter { height: 1; border: none; padding: 0 1; display: none; }
-    #body { height: 1fr; }
-    .lines, DataTable { scrollbar-size: 1 1; background: $background; }
-    .lines { scrollbar-size-horizontal: 0; scrollbar-gutter: stable; overflow-x: hidden; padding: 0 0 0 1; }
-    DataTable { height: 1fr; }
-    DataTable:focus { background-tint: transparent; }
-    DataTable > .datatable--header, DataTable > .datatable--fixed, DataTable > .datatable--hover,
-    DataTable > .datatable--cursor, DataTable > .datatable--fixed-cursor {
-        background: $background; text-style: none; }
-    DataTable:focus > .datatable--cursor, DataTable:focus > .datatable--fixed-cursor {
-        background: $background; text-style: reverse; }
-    .pane > .lines { height: auto; max-height: 70%; }
-    .pane.alone > .lines { height: 1fr; max-height: 100%; }
-    #left, #right, #pair, .pane { display: none; height: 1fr; width: 1fr; }
-    #left.seen, #right.seen, #pair.seen, .pane.seen { display: block; }
-    #time, #small { display: none; }
-    .replay #time { display: block; }
-    .-wide.-high {
-        #tabs { display: none; }
-        #left, #right, #pair, .pane { display: block; }
-        #right { width: 48%; min-width: 76; max-width: 96; }
-        .pane { border: round $surface; border-title-color: $foreground 70%; }
-        .pane:focus-within { border: round $primary; border-title-color: $foreground; }
-        #rollouters { height: 2fr; }
-        #learner, #staleness, #episodes { height: auto; }
-        #learner DataTable, #episodes DataTable { scrollbar-size-horizontal: 0; }
-        #episodes { max-height: 33%; }
-        #learner { max-height: 30%; }
-        #staleness { max-height: 21%; }
-        #pair { height: 10; }
-        .pane.absent { display: none; }
-    }
-    .first.-slim, .first.-low {
-        & > *, #time { display: none; }
-        & > #small { display: block; }
-    }
-    """
+    CSS_PATH = "app.tcss"
     TITLE = "asyncrl-top"
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [

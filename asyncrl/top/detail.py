@@ -1,4 +1,4 @@
-"""The screens of one actor, with the end of its log, and of the keys."""
+"""Screens above the panes: of one actor, with the end of its log, and of the keys. PageScreen is the base of each."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ from rich.console import Group, RenderableType
 from rich.table import Column
 from rich.table import Table as Grid
 from textual import work
+from textual.app import ComposeResult
 from textual.binding import ActiveBinding, Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.screen import Screen
+from textual.widgets import Static
 
 from asyncrl.core.files import from_json
-from asyncrl.core.numbers import ABSENT, count, duration, fixed, percent, size
+from asyncrl.core.formatting import ABSENT, count, duration, fixed, percent, size
 from asyncrl.messages.monitor import ActorView, Interval
 from asyncrl.rpc.lifecycle.roster import CONTROLLER
 from asyncrl.top.bottleneck import by_kind, kind_of
@@ -38,7 +42,6 @@ from asyncrl.top.draw import (
 )
 from asyncrl.top.panes import LEVEL_STYLES, LONGEST_EVENT
 from asyncrl.top.view import SnapshotView, is_gone
-from asyncrl.top.widgets import PageScreen
 
 LOG_S = 2.0
 """Time between two reads of the end of a log (s)."""
@@ -156,6 +159,43 @@ def _entry(at: str, level: str, words: str) -> Grid:
     return grid_of([[text(at, "dim"), text(level, "dim"), shown]], Column(width=8), Column(width=8), Column())
 
 
+class PageScreen(Screen[None]):
+    """A screen with a title and lines that scroll; escape leads back, n and p call a subclass's ``action_other``."""
+
+    CSS = """
+    #name { height: 1; background: $panel; padding: 0 1; }
+    #page { height: 1fr; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,backspace", "app.pop_screen", show=False),
+        Binding("n", "other(1)", show=False),
+        Binding("p", "other(-1)", show=False),
+        Binding("j", "scroll_page(1)", show=False),
+        Binding("k", "scroll_page(-1)", show=False),
+    ]
+
+    keys: ClassVar[str]
+    """Hints of the keys, after the title."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._head, self._content = Static(id="name"), Static()
+        self._page = VerticalScroll(self._content, id="page", classes="lines")
+
+    def compose(self) -> ComposeResult:
+        yield self._head
+        yield self._page
+
+    def show_title(self, title: str) -> None:
+        self._head.update(joined(text(title, "bold"), text(self.keys, "dim")))
+
+    def show_page(self, *content: RenderableType) -> None:
+        self._content.update(Group(*content))
+
+    def action_scroll_page(self, by: int) -> None:
+        self._page.scroll_relative(y=by)
+
+
 class DetailScreen(PageScreen):
     """One actor in detail."""
 
@@ -200,7 +240,7 @@ class DetailScreen(PageScreen):
             self._log_until = view.snapshot.wall
             self._read_log()
         if view is not None:
-            self._page.show(detail(view, self._actor, self._log))
+            self.show_page(detail(view, self._actor, self._log))
 
     def action_other(self, by: int) -> None:
         view = self._view()
@@ -301,4 +341,4 @@ class HelpScreen(PageScreen):
 
     def on_mount(self) -> None:
         self.show_title("asyncrl-top")
-        self._page.show(help_page({" ".join(dict.fromkeys(keys)): words for words, keys in self._keys.items()}))
+        self.show_page(help_page({" ".join(dict.fromkeys(keys)): words for words, keys in self._keys.items()}))

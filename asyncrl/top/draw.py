@@ -1,7 +1,7 @@
 """Parts of a screen that Rich lays out: styled text, lines of facts, bars, tables, panes. Pure.
 
 A pane is a tree of Rich renderables, ``lines`` draws it for a width. Invariant: all text of a run passes ``text``,
-which makes it printable (core/printable.py). So control characters of a run never reach the terminal.
+which makes it printable (core/formatting.py). So control characters of a run never reach the terminal.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from rich.table import Column as GridColumn
 from rich.table import Table as Grid
 from rich.text import Text
 
-from asyncrl.core.numbers import count
-from asyncrl.core.printable import printable
+from asyncrl.core.formatting import count, printable
 from asyncrl.core.states import FlowKind
 from asyncrl.top.bottleneck import kind_of
 

@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Column as GridColumn
 from rich.text import Text
 
-from asyncrl.core.numbers import ABSENT, count, duration, exact, fixed, percent, rate, size
+from asyncrl.core.formatting import ABSENT, count, duration, exact, fixed, percent, rate, size
 from asyncrl.messages.monitor import Event
 from asyncrl.observe import metrics_line
 from asyncrl.observe.catalogue import edges_of, quantile

@@ -14,8 +14,7 @@ from rich.text import Text
 from textual.renderables.sparkline import Sparkline
 
 from asyncrl.core.errors import phase_and_reason, phase_word
-from asyncrl.core.numbers import count, duration, fixed, percent, rate
-from asyncrl.core.printable import name_some
+from asyncrl.core.formatting import count, duration, fixed, name_some, percent, rate
 from asyncrl.messages.monitor import OVER, ActorView
 from asyncrl.observe.metrics_line import eval_names, number_in, served_versions
 from asyncrl.top.bottleneck import Stage, by_kind, kind_of

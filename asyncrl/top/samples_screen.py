@@ -18,8 +18,8 @@ from textual.binding import Binding, BindingType
 
 from asyncrl.observe.sample_text import SampleStyle, sample_lines
 from asyncrl.observe.samples import FOLDER, SampleChoice, SampleGroup, newest_samples
+from asyncrl.top.detail import PageScreen
 from asyncrl.top.draw import Style, text
-from asyncrl.top.widgets import PageScreen
 
 LOOK_S = 2.0
 MOST_HELD = 200
@@ -87,14 +87,14 @@ class SamplesScreen(PageScreen):
             kind = f"{choice.kind} " if choice.kind else ""
             self.show_title(f"samples {kind.strip() or 'all kinds'}")
             words = problem or f"no {kind}group in {folder} so far"
-            self._page.show(text(words, "dim", wraps=True))
+            self.show_page(text(words, "dim", wraps=True))
         else:
             self._draw()
 
     def _draw(self) -> None:
         more = "+" if len(self._groups) >= self._count else ""
         self.show_title(f"samples {self._at + 1} of {len(self._groups)}{more}, {self._choice.kind or 'all kinds'}")
-        self._page.show(laid_out(self._groups[self._at]))
+        self.show_page(laid_out(self._groups[self._at]))
 
     def action_other(self, by: int) -> None:
         """Go to an older group, or to a newer one."""

@@ -3,7 +3,7 @@
 ``Answers.answer`` takes a name and the parameters of the URL, and returns an object for JSON. Invariant: the limits
 MOST_* and LONGEST_* below bound an answer, except that a search takes all hits of a file. An answer says how many
 groups, messages and characters it leaves out. Its text holds no control character except newlines and tabs
-(core/printable.py), so that the page shows a hostile rollout as text. Nothing in the run changes.
+(core/formatting.py), so that the page shows a hostile rollout as text. Nothing in the run changes.
 
 Fails with BadRequest for a parameter, and with NotFound for what the run does not hold. A file that cannot be read
 raises OSError.
@@ -18,7 +18,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from asyncrl.core.printable import printable
+from asyncrl.core.formatting import printable
 from asyncrl.observe.metrics_line import Line, number_in
 from asyncrl.observe.sample_text import message_parts, title_of
 from asyncrl.observe.samples import (

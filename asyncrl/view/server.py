@@ -15,7 +15,7 @@ import msgspec
 from aiohttp import web
 
 from asyncrl.core.errors import UsageError
-from asyncrl.core.printable import printable
+from asyncrl.core.formatting import printable
 from asyncrl.observe.pages import UPLOT_SCRIPT, UPLOT_STYLE, resource_text
 from asyncrl.view.answers import Answers, BadRequest, NotFound
 from asyncrl.view.page import PAGE

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.core.numbers import LONGEST, count, duration, exact, fixed, percent, rate, size
+from asyncrl.core.formatting import LONGEST, count, duration, exact, fixed, percent, rate, size
 from asyncrl.launcher.terminal.metrics_words import describe_eval, describe_step
 
 

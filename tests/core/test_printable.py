@@ -12,7 +12,7 @@ from rich.cells import cell_len
 from top.pictures import Run
 
 from asyncrl.cli import top as command
-from asyncrl.core.printable import json_in_ascii, printable, say
+from asyncrl.core.formatting import json_in_ascii, printable, say
 from asyncrl.launcher.common.agent_messages import StateEvent, WarningEvent
 from asyncrl.launcher.terminal.progress import TerminalProgress
 from asyncrl.messages.monitor import Event

@@ -17,10 +17,10 @@ from asyncrl.messages.monitor import Event, SnapshotTaken
 from asyncrl.observe.recording import ending
 from asyncrl.top import app as terminal
 from asyncrl.top import client as sources
+from asyncrl.top.app import Rows
 from asyncrl.top.client import Away, NotStarted, WatchedRun, start_of
 from asyncrl.top.replay import Replay, SnapshotSource, open_replay, recent_history
 from asyncrl.top.view import SHORTEST_S, SnapshotView
-from asyncrl.top.widgets import Rows
 
 pytestmark = pytest.mark.usefixtures("utc")
 DRAW_AGAIN = ("space", "space")

@@ -80,6 +80,10 @@ async def test_an_actor_in_detail_with_its_awaits_and_its_log(tmp_path):
         await pilot.press("down", "down", "down", "down", "enter")
         await until(pilot, "engine is up")
         await compare("detail-80x24", pilot)
+        page = app.screen.query_one("#page")
+        await pilot.press("j", "j", "k")
+        await settled(pilot)
+        assert page.scroll_offset.y == 1
         await pilot.press("n")
         await until(pilot, "rollouter/3")
         await settled(pilot)

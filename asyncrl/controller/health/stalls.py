@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.config import Config
 from asyncrl.config.operation import WatchdogConfig
-from asyncrl.core.printable import name_some
+from asyncrl.core.formatting import name_some
 from asyncrl.core.roles import ROLES, role_of
 from asyncrl.messages.actors import RunPhase
 from asyncrl.messages.monitor import Wait

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from asyncrl.core.printable import name_some
+from asyncrl.core.formatting import name_some
 from asyncrl.core.roles import drain_rank, is_replicated, role_of
 from asyncrl.messages.actors import Condemned
 

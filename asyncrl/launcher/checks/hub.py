@@ -27,7 +27,7 @@ from asyncrl.config import Config
 from asyncrl.config.hub import COMMIT, MAIN, HubName, asked_names, localized, parse_pinned, pinned_names, with_pins
 from asyncrl.core.disk import in_bytes
 from asyncrl.core.errors import ConfigError, DataError, HubRefused
-from asyncrl.core.printable import name_some
+from asyncrl.core.formatting import name_some
 from asyncrl.core.roles import ROLES, role_of
 from asyncrl.data.rows import Kind, download_command, of_split
 from asyncrl.launcher.checks.findings import Fetched, FetchOrder, Finding, Pin, errors_of, fail, ok

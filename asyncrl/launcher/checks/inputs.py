@@ -26,7 +26,7 @@ import numpy as np
 from asyncrl.config import Config
 from asyncrl.config.training import PromptsConfig
 from asyncrl.core.errors import ConfigError, DataError
-from asyncrl.core.printable import printable
+from asyncrl.core.formatting import printable
 from asyncrl.data.rows import RawRow
 from asyncrl.dataloader.left_out import BadRow, TooFewUsable, remarks
 from asyncrl.dataloader.prompts import PromptSet, check_row, collect, follows, open_source, unpack

@@ -14,6 +14,7 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.config.algorithm import LoraConfig
 from asyncrl.core.disk import in_bytes
+from asyncrl.core.formatting import name_some
 from asyncrl.core.model_files import (
     DOWNLOAD,
     Unreadable,
@@ -22,7 +23,6 @@ from asyncrl.core.model_files import (
     read_settings,
     text_config,
 )
-from asyncrl.core.printable import name_some
 from asyncrl.data.rows import fetch_advice
 from asyncrl.launcher.checks.findings import Finding, fail, ok
 from asyncrl.launcher.checks.needs import ModelSize

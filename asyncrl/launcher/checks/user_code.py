@@ -23,7 +23,7 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.config.training import LearnerConfig, RewardConfig
 from asyncrl.core.errors import ConfigError, DeadlineExceeded, EpisodeWorkersEnded, RewardFailed
-from asyncrl.core.printable import name_some, printable
+from asyncrl.core.formatting import name_some, printable
 from asyncrl.data.rows import column_of
 from asyncrl.episodes.episode_pool import EpisodePool
 from asyncrl.launcher.checks.findings import Finding, fail, ok, warn

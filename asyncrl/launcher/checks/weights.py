@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from asyncrl.core.formatting import name_some
 from asyncrl.core.model_files import Tensor, Unreadable, read_json
-from asyncrl.core.printable import name_some
 from asyncrl.weights.lora import ADAPTER_FILE, SETTINGS_FILE
 
 LOADED = (

@@ -28,8 +28,8 @@ from asyncrl.config import Config
 from asyncrl.config.hub import localized
 from asyncrl.config.load import validate_config
 from asyncrl.core.errors import AsyncRLError, ConfigError, EngineDied
+from asyncrl.core.formatting import say
 from asyncrl.core.model_files import COMPUTED, DTYPES, Tensor, Unreadable, read_header
-from asyncrl.core.printable import say
 from asyncrl.launcher.checks.inputs import FirstRow, first_rows
 from asyncrl.launcher.checks.process import NoAnswer, call
 from asyncrl.launcher.checks.user_code import RewardTrial

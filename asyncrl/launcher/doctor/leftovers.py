@@ -30,7 +30,7 @@ from asyncrl.config.engines import ENGINES
 from asyncrl.config.load import config_from_json
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.files import lock_is_free
-from asyncrl.core.printable import name_some
+from asyncrl.core.formatting import name_some
 from asyncrl.launcher.checks.findings import Finding, ok, warn
 from asyncrl.launcher.run_folder.private import CONFIG, LOCK, PART, PRIVATE, remove_if_abandoned
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from asyncrl.config import Config
 from asyncrl.config.engines import ENGINES
 from asyncrl.core.disk import in_bytes
-from asyncrl.core.printable import name_some
+from asyncrl.core.formatting import name_some
 from asyncrl.core.roles import role_of
 from asyncrl.launcher.checks.check_list import BUSY_SHARE
 from asyncrl.launcher.checks.findings import Finding, fail, ok, warn

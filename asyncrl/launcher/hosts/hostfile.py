@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.core.errors import UsageError
-from asyncrl.core.printable import name_some
+from asyncrl.core.formatting import name_some
 
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _SLOTS = re.compile(r"[0-9]{1,4}")

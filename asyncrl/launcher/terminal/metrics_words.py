@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from asyncrl.core.numbers import count, duration, fixed, percent
+from asyncrl.core.formatting import count, duration, fixed, percent
 from asyncrl.observe.metrics_line import (
     HIGH_TRUNCATION,
     Line,

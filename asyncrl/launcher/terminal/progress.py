@@ -16,8 +16,7 @@ from typing import TextIO
 
 from rich.cells import cell_len, set_cell_size
 
-from asyncrl.core.numbers import duration
-from asyncrl.core.printable import name_some, printable
+from asyncrl.core.formatting import duration, name_some, printable
 from asyncrl.core.roles import role_of
 from asyncrl.core.streams import PRINTER
 from asyncrl.launcher.common.agent_messages import (

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.core.numbers import fixed
+from asyncrl.core.formatting import fixed
 from asyncrl.launcher.common.agent_messages import EndedEvent
 from asyncrl.launcher.run_folder.ended import describe_end, exported_model, find_left
 from asyncrl.launcher.run_folder.folders import RunFolder

@@ -26,7 +26,7 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.config.learnable import obstacles
-from asyncrl.core.numbers import fixed, percent
+from asyncrl.core.formatting import fixed, percent
 from asyncrl.messages.actors import Notice
 from asyncrl.messages.groups import Group, Trajectory, is_truncated
 from asyncrl.observe.metrics_line import HIGH_TRUNCATION, busy_s, number_in

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from asyncrl.core.errors import UsageError
-from asyncrl.core.printable import printable
+from asyncrl.core.formatting import printable
 from asyncrl.observe.explain.lines import LogLine, lines_of, lines_on, log_files
 from asyncrl.observe.explain.words import GroupEvent, words_of
 from asyncrl.observe.group_log import LEASED

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.core.numbers import duration, fixed
+from asyncrl.core.formatting import duration, fixed
 from asyncrl.observe import group_log
 from asyncrl.observe.explain.lines import LogLine
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from asyncrl.core.printable import printable
+from asyncrl.core.formatting import printable
 
 SMALLEST = 1e-300
 LARGEST = 1e300

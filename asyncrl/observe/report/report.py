@@ -20,7 +20,7 @@ from typing import Any
 
 from asyncrl.core.errors import UsageError, phase_and_reason
 from asyncrl.core.files import read_json_object, replace_file
-from asyncrl.core.numbers import exact, fixed, percent
+from asyncrl.core.formatting import exact, fixed, percent
 from asyncrl.messages.monitor import Event, Snapshot
 from asyncrl.observe.metrics_line import Line, number_in, read_metrics, without_first
 from asyncrl.observe.pages import UPLOT_SCRIPT, UPLOT_STYLE, policy, resource_text

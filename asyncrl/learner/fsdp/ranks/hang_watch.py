@@ -29,7 +29,7 @@ import torch
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 
 from asyncrl.core.errors import DeadlineExceeded
-from asyncrl.core.printable import name_some
+from asyncrl.core.formatting import name_some
 from asyncrl.observe.logging import write_text
 
 BEAT_S = 2.0

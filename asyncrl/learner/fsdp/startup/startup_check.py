@@ -32,7 +32,7 @@ import torch
 
 from asyncrl.config.training import LearnerConfig
 from asyncrl.core.errors import ConfigError
-from asyncrl.core.numbers import exact
+from asyncrl.core.formatting import exact
 from asyncrl.learner.algorithm.packing import find_shared_prefixes, lay_out
 from asyncrl.learner.fsdp.model.packed_row import PackedRow
 from asyncrl.learner.fsdp.model.policy import Attention, Policy, make_row
