@@ -21,7 +21,7 @@ from asyncrl.messages.monitor import WatchSnapshot, decode_snapshot
 from asyncrl.rpc.wire.keys import LAUNCHER, VIEWER
 
 ASK = "a" * 16
-FAST = validate_config(CONFIG.model_dump() | {"supervision": {"start_timeout_s": 1.0, "silence_s": 1e6}})
+FAST = validate_config(CONFIG.model_dump() | {"supervision": {"start_timeout_s": 3.0, "silence_s": 1e6}})
 TWO = validate_config(CONFIG.model_dump() | {"rollout": CONFIG.rollout.model_dump() | {"replicas": 2}})
 PLAYED = validate_config(FAST.model_dump() | {"episode": {"function": "m:play"}})
 
@@ -53,7 +53,7 @@ async def join(cluster, *hosts, ask=ASK, replicas=1):
         cluster.caller(LAUNCHER),
         [Join(ask=ask + host, host=host, replicas=replicas) for host in hosts],
     )
-    return [await launcher.call(request, timeout=1.0) for request in requests]
+    return [await launcher.call(request) for request in requests]
 
 
 def leave(cluster, host, within_s=3.0, **how):
@@ -111,7 +111,7 @@ def nothing_written():
 @on_cluster()
 async def test_i6_a_joined_actor_and_another_find_each_other_once_both_know_the_keys(cluster):
     async def knows(name, number):
-        await cluster.caller(name).call(WatchRun(members=number), timeout=0.4)
+        await cluster.caller(name).call(WatchRun(members=number))
 
     joined = await join(cluster, "c", "d")
     assert [(host.agent, host.actors) for host in joined] == [
@@ -263,12 +263,12 @@ async def test_a_drain_waits_for_an_actor_that_joined_while_a_successor_of_the_c
 @on_cluster()
 async def test_a_successor_of_the_controller_knows_a_joined_host_by_its_address(cluster, tmp_path):
     asked = Join(ask=ASK, host="gpu-5", replicas=1, address="10.0.0.5")
-    found = await cluster.caller(LAUNCHER).call(asked, timeout=1.0)
+    found = await cluster.caller(LAUNCHER).call(asked)
     alias = Join(ask="b" * 16, host="alias", replicas=1, address="10.0.0.5")
     refusal = rf"takes part in this run already, as gpu-5 \({found.agent}\), at 10.0.0.5"
     # Even before its agent has registered.
     with pytest.raises(RemoteError, match=refusal):
-        await cluster.caller(LAUNCHER).call(alias, timeout=1.0)
+        await cluster.caller(LAUNCHER).call(alias)
     facts = {"actors": found.actors, "host": "gpu-5"}
     await cluster.register(found.agent, address="tcp://10.0.0.5:7001", facts=facts)
     await cluster.register(found.actors[0])
@@ -281,7 +281,7 @@ async def test_a_successor_of_the_controller_knows_a_joined_host_by_its_address(
     await cluster.register(found.actors[0])
     await cluster.state(lambda state: state.phase == "running")
     with pytest.raises(RemoteError, match=refusal):
-        await cluster.caller(LAUNCHER).call(alias, timeout=1.0)
+        await cluster.caller(LAUNCHER).call(alias)
     assert (await leave(cluster, "10.0.0.5")).agent == found.agent
 
 
@@ -343,7 +343,7 @@ async def test_a_successor_of_the_controller_knows_the_messages_sent_to_a_leavin
     with nothing_written():
         # Not even if it can no longer be parked.
         with pytest.raises(RemoteError, match="members.json is not written yet") as caught:
-            await agent.call(HostLeft(), timeout=1.0)
+            await agent.call(HostLeft(), timeout=3.0)
         assert caught.value.retryable
         call = agent.call(HostLeft())
         assert await is_parked(call)
@@ -452,7 +452,7 @@ async def test_i5_a_joined_host_with_only_its_episode_host_ready_is_released(clu
     await host(cluster, found.agent, "c", found.actors)
     await cluster.register(found.actors[1])
     now = await cluster.members(lambda members: members.hosts and members.hosts[0].stage == "leaving")
-    reason = "not ready 1 s after its start (supervision.start_timeout_s)"
+    reason = "not ready 3 s after its start (supervision.start_timeout_s)"
     assert now.hosts[0].reason == f"{found.actors[0]}: {reason}"
     assert (await cluster.state()).phase == "running"
 
@@ -462,6 +462,6 @@ async def test_i5_a_joined_host_that_never_registers_is_released(cluster):
 
     (found,) = await join(cluster, "c")
     left = await cluster.members(lambda members: members.gone)
-    reason = f"{found.actors[0]}: not ready 1 s after its start (supervision.start_timeout_s)"
+    reason = f"{found.actors[0]}: not ready 3 s after its start (supervision.start_timeout_s)"
     assert [(host.stage, host.reason) for host in left.hosts] == [("left", reason)]
     assert (await cluster.state()).phase == "running"

@@ -214,13 +214,13 @@ async def test_the_last_snapshot_reaches_every_viewer_once(cluster, monkeypatch)
     viewer = cluster.caller(VIEWER)
     await look(viewer)
     # A viewer that got nothing does not count as having seen something.
-    taken = await viewer.call(WatchSnapshot(seen=-1), timeout=1.0)
+    taken = await viewer.call(WatchSnapshot(seen=-1), timeout=3.0)
     assert (taken.number, taken.snapshot) == (-1, b"")
     asked = viewer.call(WatchSnapshot(seen=-1))
     assert await is_parked(asked)
     await cluster.caller().call(StopRun(reason="enough"))
     assert decode_snapshot((await asked).snapshot).run.reason == "enough"
-    assert (await viewer.call(WatchSnapshot(seen=-1), timeout=1.0)).snapshot == b""
+    assert (await viewer.call(WatchSnapshot(seen=-1), timeout=3.0)).snapshot == b""
 
 
 @on_cluster()
