@@ -18,6 +18,7 @@ from run_settings import laid_over, launched_run
 
 from asyncrl.config.keys import default_words
 from asyncrl.observe.metrics_line import read_metrics
+from asyncrl.observe.recording import last_recorded
 from asyncrl.rpc.linux import children_of
 from tools.waiting import wait_until
 
@@ -107,6 +108,12 @@ class Launched:
         """The steps trained, as they stand."""
         path = self.run_dir / "metrics.jsonl"
         return [line["step"] for line in read_metrics(path) if line["kind"] == "train"] if path.exists() else []
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the newest snapshot of its first attempt says that it is running, all of its actors being ready."""
+        last = last_recorded(self.run_dir, 1) if (self.run_dir / "monitor").exists() else None
+        return last is not None and last.run.phase == "running"
 
 
 def next_output(folder: Path) -> Path:

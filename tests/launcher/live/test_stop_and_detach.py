@@ -14,7 +14,7 @@ from asyncrl.launcher.live import commands
 from asyncrl.launcher.live.live_run import find_live_run
 from asyncrl.launcher.run_folder.ended import read_ended
 from asyncrl.launcher.run_folder.folders import RunFolder
-from asyncrl.observe.recording import last_recorded
+from asyncrl.messages.hosts import WatchMembers
 from tools.waiting import wait_until
 
 LAUNCH = (sys.executable, "-m", "asyncrl.cli.launch")
@@ -52,10 +52,10 @@ def test_a_failed_detached_start_prints_the_error_and_leaves_no_process(tmp_path
 
 def test_a_run_continues_without_its_launcher_until_it_is_stopped(stub):
     run = stub({"learner/0": {"slow": 3, "preempted": 7}, "reward/0": {"slow": 3}})
-    run.wait_to_show("starting: waiting for learner/0")
+    run.wait_to_show("starting: waiting for dataloader/0")
     run.process.kill()
     run.process.wait()
-    wait_until(lambda: (last := last_recorded(run.run_dir, 1)) and last.run.phase == "running", "the run")
+    wait_until(lambda: run.is_running, "the run")
     # By its name, as asyncrl-top takes it; a folder of that name without a run is there too.
     (run.folder / run.run_dir.name).mkdir()
     argv = [*LAUNCH, "--stop", run.run_dir.name]
@@ -74,13 +74,24 @@ def test_an_agent_that_hangs_is_named_by_stop_and_ended_by_the_second_ctrl_c(stu
     agent, controller = run.node("agent"), run.actor("controller/0")
     for pid in (agent, controller):
         os.kill(pid, signal.SIGSTOP)
-    for frozen in ("controller/0 has not answered", "agent/0 has not ended the run"):
-        assert asyncio.run(commands.stop_run(find_live_run(str(run.run_dir)))) == 1
+    live = find_live_run(str(run.run_dir))
+
+    async def answer():
+        with live.connect() as caller:
+            await caller.ask(WatchMembers(), timeout=60.0)
+
+    def assert_named(frozen):
+        assert asyncio.run(commands.stop_run(live)) == 1
         assert capsys.readouterr().err == (
             f"{run.run_dir}: {frozen} within 1.5 s; kill -9 {agent} ends it at once, with its last checkpoint "
             f"(logs: {run.run_dir / 'logs' / 'attempt_1'})\n"
         )
-        os.kill(controller, signal.SIGCONT)
+
+    assert_named("controller/0 has not answered")
+    os.kill(controller, signal.SIGCONT)
+    # It may need a while to wake and to shake hands.
+    asyncio.run(answer())
+    assert_named("agent/0 has not ended the run")
     run.process.send_signal(signal.SIGINT)
     run.wait_to_show("stopping: ")
     run.process.send_signal(signal.SIGINT)

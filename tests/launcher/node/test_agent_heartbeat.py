@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import pytest
 
 from asyncrl.launcher.node.agent_heartbeat import AgentHeartbeat, HeartbeatWatch, Silence
+from tools.waiting import wait_until
 
 BEATING = "import os, sys, time\nwhile True: os.write(int(sys.argv[1]), b'1.5\\n'); time.sleep(0.1)"
 GENEROUS_S = 60.0
@@ -47,6 +48,7 @@ def agent() -> Iterator[Agent]:
 
 
 def test_a_stopped_agent_counts_as_frozen_after_its_announced_silence(agent):
+    wait_until(lambda: agent.watch._limit_s > 0.0, "its first beat")
     time.sleep(1.0)
     assert agent.thread.is_alive()
     agent.signal(signal.SIGSTOP)

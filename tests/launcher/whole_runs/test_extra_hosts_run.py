@@ -78,6 +78,14 @@ def moved_to(sample):
     return next(event[2] for event in reversed(sample) if event[0] == "episode")
 
 
+def wait_to_play_on_extra(run):
+    """Wait until an episode has ended on EXTRA, which may still start while the others play."""
+    wait_until(
+        lambda: any(event[0] == "episode" and event[2] == EXTRA for sample in samples(run) for event in sample),
+        f"an episode on {EXTRA}",
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "frozen"])
 def test_i1_episodes_of_a_lost_host_are_played_on_another_and_nothing_is_lost(playing, how):
@@ -86,6 +94,7 @@ def test_i1_episodes_of_a_lost_host_are_played_on_another_and_nothing_is_lost(pl
     steps = 48 if how == "killed" else 72
     run = playing(steps)
     run.wait_to_show("step 3/")
+    wait_to_play_on_extra(run)
     os.kill(run.actor(EXTRA), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
     run.wait_to_show(f"{EXTRA} is ready again")
     if how == "killed":
@@ -114,6 +123,7 @@ def test_i1_episodes_of_a_frozen_host_miss_their_deadlines_and_move_to_another(p
     """I1: the deadlines of its stages end the episodes of a frozen host, if no detector has found the host yet."""
     run = playing(24, supervision={"silence_s": 600.0}, turn_timeout_s=2.0, timeout_s=4.0)
     run.wait_to_show("step 3/")
+    wait_to_play_on_extra(run)
     pid = run.actor(EXTRA)
     os.kill(pid, signal.SIGSTOP)
 

@@ -30,6 +30,8 @@ def test_repeated_attaching_and_detaching_does_not_affect_a_run(launch, tmp_path
     """By its folder's place, and by its address from another folder, with a copy of its keys."""
     run = launch("--learner.steps", "4000", "--data.size", "16000")
     run.wait_to_show("step 1/")
+    # By then each actor has its title.
+    wait_until(lambda: run.is_running, "the run")
     before = run.processes()
     keys = shutil.copytree(run.run_dir / "private", tmp_path / "keys")
     address = json.loads((keys / "controller.json").read_text())["address"].removeprefix("tcp://")

@@ -13,7 +13,6 @@ from launcher.launched import LAUNCH_HERE, STUB, Run, config_tree
 from asyncrl.launcher.run_folder.ended import read_ended
 from asyncrl.launcher.run_folder.folders import RunFolder
 from asyncrl.launcher.run_folder.private import is_live
-from asyncrl.observe.recording import last_recorded
 from tools.waiting import wait_until
 
 PIPE_BYTES = 4096
@@ -55,15 +54,10 @@ def test_ctrl_c_stops_a_run_whose_output_is_not_read(unread):
     run = unread({"learner/0": {"preempted": 7}})
     wait_until(lambda: (run.run_dir / "private" / "controller.json").exists(), "the controller")
     run.actor("learner/0")
-    wait_until(lambda: _is_running(run), "the run")
+    wait_until(lambda: run.is_running, "the run")
     run.process.send_signal(signal.SIGINT)
     assert ended(run).result == "preempted"
     assert run.process.wait(120) == 75
-
-
-def _is_running(run):
-    last = last_recorded(run.run_dir, 1) if (run.run_dir / "monitor").exists() else None
-    return last is not None and last.run.phase == "running"
 
 
 def test_a_run_is_shown_on_an_output_that_lacks_characters(stub, monkeypatch):
