@@ -18,8 +18,26 @@ from tools.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 ALL = ("--sinks.tensorboard", "true", "--sinks.prometheus.enabled", "true", "--sinks.wandb.mode", "offline")
-SLOW = ("--learner.sim.step_s", "0.7")
-"""The import of wandb takes a few seconds, on a busy machine twenty: the run has to train for longer."""
+SLOW = ("--reward.function", "held_reward:score", "--reward.options", "{}")
+HELD = """
+import time
+from pathlib import Path
+
+def score(completion):
+    time.sleep(0.0 if Path({released!r}).exists() else 0.25)
+    return float(len(completion) % 2)
+"""
+"""A reward with which a step takes two seconds until the file is there. The import of wandb takes a few seconds,
+on a busy machine twenty: the run has to train for longer."""
+
+
+@pytest.fixture
+def released(tmp_path, monkeypatch):
+    """Ends the slow steps of the test's runs."""
+    file = tmp_path / "released"
+    (tmp_path / "held_reward.py").write_text(HELD.format(released=str(file)))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    return file
 
 
 def logged(run, attempt, actor="*"):
@@ -66,7 +84,7 @@ def ended_well(run, known, deaths=()):
     return shown
 
 
-def test_a_run_continues_and_ends_in_time_if_its_sinks_fail(launch):
+def test_a_run_continues_and_ends_in_time_if_its_sinks_fail(launch, released):
     """Killed, their clients blocked, the process of one killed, and at last they stand still."""
     run = launch(*ALL, *SLOW)
     run.wait_to_show("step 1/")
@@ -86,11 +104,12 @@ def test_a_run_continues_and_ends_in_time_if_its_sinks_fail(launch):
         os.kill(core, signal.SIGKILL)
         run.wait_to_show("sinks/0: the sink wandb has failed")
         os.kill(run.actor("sinks/0"), signal.SIGSTOP)
+        released.touch()
         ended_well(run, known, deaths=["sinks/0"])
     assert counters(run)["sinks/restarts"] == 1
 
 
-def test_a_run_continues_when_the_disk_of_wandb_is_full(launch):
+def test_a_run_continues_when_the_disk_of_wandb_is_full(launch, released):
     run = launch(*ALL, *SLOW)
     folder = run.run_dir / "wandb"
     wait_until((run.run_dir / "config.json").exists, "the run folder")
@@ -98,6 +117,7 @@ def test_a_run_continues_when_the_disk_of_wandb_is_full(launch):
         run.wait_to_show("step 3/")
         run.actor("sinks/0")
         wait_until(lambda: shutil.disk_usage(folder).free == 0, "the disk to be full")
+        released.touch()
         ended_well(run, run.processes())
         assert shutil.disk_usage(folder).free == 0
     assert steps(run.run_dir) == list(range(1, STEPS + 1))
@@ -105,7 +125,7 @@ def test_a_run_continues_when_the_disk_of_wandb_is_full(launch):
     assert (counters(run)["sinks/restarts"], counters(run)["sinks/dropped"]) == (0, 0)
 
 
-def test_i1_a_preempted_run_resumes_where_it_stopped_and_continues_in_its_sinks(launch):
+def test_i1_a_preempted_run_resumes_where_it_stopped_and_continues_in_its_sinks(launch, released):
     run = launch(*ALL, *SLOW)
     run.wait_to_show("step 8/")
     wait_until((run.run_dir / "monitor" / "wandb.json").exists, "wandb")
@@ -120,7 +140,9 @@ def test_i1_a_preempted_run_resumes_where_it_stopped_and_continues_in_its_sinks(
     again.wait_to_show(f"/{STEPS}  elapsed ")
     again.actor("sinks/0")
     again.below("wandb-core")
-    shown = ended_well(again, again.processes())
+    known = again.processes()
+    released.touch()
+    shown = ended_well(again, known)
     assert f"resuming {run.run_dir} from version {left.version}, step {left.step}: {left.path}" in shown
     assert troubles(again, 2) == [], "an actor that ends first makes no trouble for the others"
     assert trained_once(again) and steps(again.run_dir) == list(range(1, STEPS + 1))
