@@ -192,7 +192,6 @@ from asyncrl.rpc.linux import become_subreaper, end_children
 from asyncrl.workers import warden
 become_subreaper()
 mark, actor, *deaf = sys.argv[1:]
-warden.END_S = 1.0
 async def main():
     child = Child.spawn("x/0", 1, [sys.executable, "-c", actor, mark, *deaf], os.environ, Path(mark, "log"))
     while not all(Path(mark, name).exists() for name in ("0", "1", "2", "3", *deaf)):

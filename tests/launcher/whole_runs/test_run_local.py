@@ -54,7 +54,7 @@ def test_a_run_survives_the_death_of_each_actor_and_ends_in_order(stub):
     """
     sections = {"learner": {"backend": "sim", "steps": 3, "ranks": 2}, "security": {"curve": "required"}}
     behaviour = {"learner/0": {"finish": 3, "finish_on": "enough"}, "rollouter/0": {"children": True}}
-    run = stub(behaviour, sections, heartbeat_s=0.2, silence_s=3.0, restart_window_s=60.0, backoff_s=0.5)
+    run = stub(behaviour, sections, heartbeat_s=0.2, silence_s=3.0, restart_window_s=60.0, backoff_s=0.5, drain_s=60.0)
     run.wait_to_show("step 3/3")
     before = {name: run.actor(name) for name in ("learner/0", "learner/1", "rollouter/0", "reward/0")}
     os.kill(before["rollouter/0"], signal.SIGSTOP)
@@ -114,7 +114,9 @@ def test_a_signal_to_every_process_of_a_run_preempts_it_once(stub):
 
 
 def test_a_signal_ends_the_run_in_order_and_a_second_one_at_once(stub):
-    run = stub({"learner/0": {"deaf": True}, "rollouter/0": {"children": True}}, {"preempt": {"grace_s": 0.5}})
+    run = stub(
+        {"learner/0": {"deaf": True}, "rollouter/0": {"children": True}}, {"preempt": {"grace_s": 0.5}}, drain_s=60.0
+    )
     run.wait_to_show("running")
     run.process.send_signal(signal.SIGUSR2)
     run.wait_to_show("draining: ending the actors in order")
