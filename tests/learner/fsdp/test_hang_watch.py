@@ -15,7 +15,7 @@ from learner.rank_pool import PROCESSES, find_store
 from asyncrl.learner.fsdp.ranks.hang_watch import MOST_NAMED, SILENT_S, Others, Position, in_words
 
 WAIT_S = 120.0
-TIMEOUT_S = 3.0
+TIMEOUT_S = 4.0
 STEP = "step 3"
 
 
@@ -73,7 +73,8 @@ def _rank(rank: int, stopped: int, timeout_s: float, addresses: Any, log: str) -
     from asyncrl.learner.fsdp.ranks import hang_watch
     from asyncrl.learner.fsdp.ranks.ranks import Ranks
 
-    hang_watch.BEAT_S, hang_watch.AFTER_S, hang_watch.SILENT_S = 0.2, 0.5, 1.0
+    hang_watch.BEAT_S = 0.2
+    hang_watch.AFTER_S = hang_watch.SILENT_S = 0.5
     begin = dist.init_process_group
     # As long as NCCL would spin.
     dist.init_process_group = lambda *a, **named: begin(*a, **(named | {"timeout": timedelta(seconds=timeout_s)}))

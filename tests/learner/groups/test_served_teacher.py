@@ -126,7 +126,7 @@ FAULTS = {
     "wrong length": (shorter, "answers with log-probs of 3 tokens where 4 were asked for|of 2 tokens where 3"),
     "NaN": (lambda ids: scored(ids, at_2=None), "answers with None as the log-prob of token 2, id"),
     "no JSON": (lambda ids: "{", "answers with what cannot be read"),
-    "late": (5.0, r"has not answered within learner.teacher_server.timeout_s = 0.5 s"),
+    "late": (5.0, r"has not answered within learner.teacher_server.timeout_s = 1.5 s"),
 }
 FOR_GOOD = {
     "400": (400, "answers with status 400"),
@@ -140,7 +140,7 @@ FOR_GOOD = {
 def test_a_passing_fault_is_retried_and_a_lasting_one_ends_the_run_with_the_url(name):
     action, reported = (FAULTS | FOR_GOOD)[name]
     group = make_group(7, [1, 2], [make_trajectory([3, 4])])
-    settings = {"timeout_s": 0.5} if name == "late" else {}
+    settings = {"timeout_s": 1.5} if name == "late" else {}
     if name in FAULTS:
         found, counters, server = run([group], action, scored, **settings)
         assert found[0][0][0].tolist() == expected(group, group.trajectories[0].sequences[0])

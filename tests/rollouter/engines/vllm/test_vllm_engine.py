@@ -14,6 +14,7 @@ import psutil
 import pytest
 from drifting import Learner, check_alarm
 from learner.learner_cases import changed
+from published_weights import stage
 from rollouter.engines.changing import LEAVES_CONTEXTS, LONG_PROMPTS, TOLERANCE, Changing, config_for
 from rollouter.engines.engine_cases import (
     PROMPT,
@@ -123,8 +124,8 @@ def test_a_resume_replays_no_noise_of_the_response():
 
 async def test_i8_abort_and_resume_changes_nothing(served, models):
     await served.load(0)
-    whole = await collect(served.engine, ask(max_tokens=200, temperature=0.0))
-    parts, submissions = await in_parts(served.engine, 200, 30, temperature=0.0)
+    whole = await collect(served.engine, ask(max_tokens=400, temperature=0.0))
+    parts, submissions = await in_parts(served.engine, 400, 30, temperature=0.0)
     assert parts.tokens == whole.tokens
     assert submissions > 2
 
@@ -146,21 +147,26 @@ def test_the_load_is_the_schedulers_and_counts_requests_that_were_put_back():
 
 @pytest.mark.parametrize("mode", ["abort", "keep"])
 async def test_a_pause_returns_the_tokens_that_the_scheduler_holds(served, models, mode, monkeypatch):
-    monkeypatch.setattr(served.engine, "_stream_interval", 512)
+    monkeypatch.setattr(served.engine, "_stream_interval", 1024)
     old = await served.load(0)
     answer = Answer()
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(collect(served.engine, ask(max_tokens=300, temperature=0.0), answer))
-        # Its prompt and a good part of the response are in the KV cache of 64 MiB, 512 bytes a token.
-        await until(lambda: (load := served.engine.load_now) is not None and load.kv_use * (128 << 10) > 95)
-        early = len(answer.tokens)
-        new = await served.load(1, mode=mode)
+    new = next(served.versions)
+    with closing(stage(served.publisher.publish_model(new, models[1]))) as staged:
+        await served.engine.accept(staged)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(collect(served.engine, ask(max_tokens=700, temperature=0.0), answer))
+            # Its prompt and a good part of the response are in the KV cache of 64 MiB, 512 bytes a token.
+            await until(lambda: (load := served.engine.load_now) is not None and load.kv_use * (128 << 10) > 95)
+            early = len(answer.tokens)
+            await served.engine.pause(mode)
+            await served.engine.load(staged, recompute_kv=True)
+            await served.engine.resume()
     assert early == 0, "the interval is longer than the response"
     split = answer.spans[0].end
-    assert 16 < split < 300
-    kept = [VersionSpan(new, split, 300)] if mode == "keep" else []
+    assert 16 < split < 700
+    kept = [VersionSpan(new, split, 700)] if mode == "keep" else []
     assert answer.spans == [VersionSpan(old, 0, split), *kept]
-    assert len(answer.tokens) == (300 if mode == "keep" else split)
+    assert len(answer.tokens) == (700 if mode == "keep" else split)
     before = logprobs_of(models[0], PROMPT + answer.tokens)[len(PROMPT) - 1 :]
     assert worst(answer.logprobs[:split], before[:split]) < TOLERANCE
 
@@ -273,7 +279,7 @@ async def test_i5_a_killed_core_is_noticed_everywhere(served, models):
     engine, answers = served.engine, [Answer() for _ in range(3)]
     await served.load(0)
     streams = [
-        asyncio.ensure_future(collect(engine, ask(max_tokens=512, temperature=0.0), answer)) for answer in answers
+        asyncio.ensure_future(collect(engine, ask(max_tokens=700, temperature=0.0), answer)) for answer in answers
     ]
     await until(lambda: all(answer.tokens for answer in answers))
     [core] = engine_cores(os.getpid())
