@@ -93,7 +93,7 @@ def agent(tmp_path, plays):
 
 
 def command(**episode: Any) -> Any:
-    return config_with(command=[sys.executable, "agent.py"], close_timeout_s=1.0, **episode)
+    return config_with(command=[sys.executable, "agent.py"], close_timeout_s=20.0, **episode)
 
 
 def running(words: str, folder: Path | None = None) -> list[psutil.Process]:

@@ -111,7 +111,8 @@ def test_threads_and_tasks_are_written_even_while_the_loop_is_blocked(process, t
     empty = tmp_path / "other.log"
     empty.write_text("")
     assert "unknown: not within 0.3 s" in one.take(0.6, empty)
-    # A stopped process gets no signal.
+    # A stopped process gets no signal. Before, it has written all that it was asked for.
+    wait_until(lambda: one.log.read_text().count(TASKS_END) == 3, one.log.read_text)
     before = one.stop().log.read_text()
     taken = one.take()
     assert "T (stopped)" in taken and "SIGSTOP" in taken

@@ -111,15 +111,15 @@ def test_a_fault_in_an_update_ends_after_every_replica_serves_two_later_versions
 
 
 def test_a_fault_ends_in_time_while_the_next_one_waits_for_a_phase(started, tmp_path, monkeypatch):
-    monkeypatch.setattr(faults, "PHASE_WAIT_S", 0.5)
+    monkeypatch.setattr(faults, "PHASE_WAIT_S", 3.0)
     run, world = started(), World()
     striker = Striker(run, world, seed=1)
     striker.strike(Fault("cut", "", after_step=0, after_s=0.0, lasts_s=0.1), 0)
     began = time.monotonic()
     striker.strike(Fault("kill", "rollouter/0", after_step=0, after_s=0.0, lasts_s=None, during="loading"), 0)
-    assert time.monotonic() - began >= 0.5
+    assert time.monotonic() - began >= 3.0
     assert world.mended_at is not None
-    assert world.mended_at - began < 0.4
+    assert world.mended_at - began < 2.5
 
 
 def test_an_engine_is_struck_in_the_phase_of_its_replica(started):

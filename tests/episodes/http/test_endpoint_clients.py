@@ -130,12 +130,12 @@ async def test_text_is_streamed_as_it_is_sampled_and_lost_text_comes_with_the_re
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_waits_half_a_second_outlives_a_long_pause(stream):
+async def test_a_client_that_waits_two_seconds_outlives_a_long_pause(stream):
     async def long_pause(core, call, on_delta):
-        await asyncio.sleep(0.8)
+        await asyncio.sleep(3.0)
         return reply("At last.")
 
-    async with openai_client(long_pause, read_s=0.5, retries=0) as (core, _, client):
+    async with openai_client(long_pause, read_s=2.0, retries=0) as (core, _, client):
         got = await client.chat.completions.create(**ASKED, stream=stream)
         if stream:
             text = "".join([chunk.choices[0].delta.content or "" async for chunk in got])

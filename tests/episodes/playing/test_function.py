@@ -117,7 +117,7 @@ async def test_an_exception_fails_only_its_episode_and_is_reported_once(tmp_path
 
 async def test_stopped_episodes_and_cancelled_calls_end_and_nothing_after_the_end_is_sent(tmp_path):
     rollouter = Rollouter(waits, waits, "a")
-    async with hosting(play(close_timeout_s=1.0), tmp_path, rollouter) as host:
+    async with hosting(play(close_timeout_s=4.0), tmp_path, rollouter) as host:
         printed = host.watch_output()
         stopped = [host.run("wait"), host.run("reply")]
         await until(lambda: len(rollouter.chats) == 1 and host.figure("open") == 2)
@@ -139,7 +139,7 @@ async def test_stopped_episodes_and_cancelled_calls_end_and_nothing_after_the_en
         assert (host.notices(), host.figure("workers_killed")) == ({}, 0)
         assert (await host.play("deaf-task")).reward == 1.0
         ((_, text),) = host.notices().values()
-        assert "left 1 tasks behind that did not end within 0.5 s of being cancelled" in text
+        assert "left 1 tasks behind that did not end within 2 s of being cancelled" in text
 
 
 class Inside:
@@ -221,7 +221,7 @@ async def test_a_plain_function_may_return_a_coroutine_or_run_a_loop_of_its_own(
 
 async def test_plain_functions_run_in_threads_with_a_client_that_waits(tmp_path):
     rollouter = Rollouter("ab", "cde")
-    async with hosting(play(function="plays:plain", close_timeout_s=1.0), tmp_path, rollouter) as host:
+    async with hosting(play(function="plays:plain", close_timeout_s=4.0), tmp_path, rollouter) as host:
         assert await host.play("go") == EpisodeDone(reward=5.0)
         assert [(node, value) for _, node, value in rollouter.rewards] == [(0, 2.0)]
         rollouter.answers, rollouter.chats = [waits], []
@@ -237,7 +237,7 @@ async def test_plain_functions_run_in_threads_with_a_client_that_waits(tmp_path)
         hanging.cancel()
         done = await beside
         assert done.blame == "host"
-        assert "did not end within 1 s of being asked to (episode.close_timeout_s)" in done.error
+        assert "did not end within 4 s of being asked to (episode.close_timeout_s)" in done.error
         assert host.figure("suspects") == 0
 
 
@@ -347,7 +347,7 @@ async def test_output_is_separated_by_episode_and_bounded(tmp_path):
 
 
 async def test_output_after_the_last_episode_is_kept(tmp_path):
-    async with hosting(play(max_output_bytes=100_000, workers=1), tmp_path) as host:
+    async with hosting(play(max_output_bytes=150_000, workers=1), tmp_path) as host:
         printed = host.watch_output()
         await host.play("write-later")
         await until(lambda: sum(len(text) + dropped for _, text, dropped in printed) == 180_000)

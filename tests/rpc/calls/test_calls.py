@@ -271,7 +271,7 @@ async def test_a_handler_ends_with_its_call_and_the_error_names_both_actors(memo
         assert "server/0" in str(caught.value)
         await server.cancelled.wait()
         lost = net.client("nobody/0")
-        with pytest.raises(DeadlineExceeded, match=r"client/0 waited 0\.\d s on nobody/0 for Echo: the registry"):
+        with pytest.raises(DeadlineExceeded, match=r"client/0 waited \d+\.\d s on nobody/0 for Echo: the registry"):
             await lost.call(Echo(), timeout=0.2)
 
 
@@ -339,17 +339,17 @@ async def test_a_peer_counts_as_reached_once_it_has_answered(memory):
 
 
 async def test_a_parked_call_is_asked_about_only_after_half_of_its_deadline(memory, monkeypatch):
-    repeat_after(monkeypatch, 0.02)
     async with serving(memory, tap=(tap := Tap())) as (_, server, peer):
         # Before the first answer a call waits for the connection, which is checked often.
         await peer.call(Echo())
+        repeat_after(monkeypatch, 0.02)
         asked = tap.taken["ASK"]
         parked = peer.call(Watch(), timeout=60.0)
         await asyncio.sleep(0.5)
         assert tap.taken["ASK"] == asked
-        late = peer.call(Watch(), timeout=1.0)
+        late = peer.call(Watch(), timeout=4.0)
         await until(lambda: tap.taken["ASK"] > asked)
-        assert asyncio.get_running_loop().time() - late.started > 0.45
+        assert asyncio.get_running_loop().time() - late.started > 1.9
         other = peer.call(Park(), timeout=60.0)
         server.answer.set()
         await asyncio.gather(parked, late, other)
