@@ -27,7 +27,7 @@ def test_i5_i7_actors_are_replaced_under_clocks_that_differ(clocks, cluster, lau
     """Each has one restart. A rank dies, and with it the other; then a clock steps back and a replica dies."""
     for name in ("a", "b", "c"):
         clocks.set(ahead_s, name)
-    run = launched(80, "--learner.ranks=2", max_restarts=1)
+    run = launched(90, "--learner.ranks=2", max_restarts=1)
     run.wait_for_step(4)
     far = run.host_of("learner/1")
     assert far != "head"

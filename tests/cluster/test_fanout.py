@@ -19,7 +19,8 @@ from tools.cluster.netns import REPOSITORY
 from tools.cluster.network import ShapedNetwork, why_no_shaped_network
 from tools.waiting import wait_until
 
-SETTING = Setting(hosts=8, bytes_per_s=2e6, size=2 << 20, chunk_bytes=64 << 10, deadline_s=16.0)
+SETTING = Setting(hosts=8, bytes_per_s=2e6, size=5 << 20, chunk_bytes=64 << 10, deadline_s=16.0)
+"""Half of a version takes longer than a process may stand still: a relay is killed once it has half of one."""
 WAIT_S = 120.0
 
 

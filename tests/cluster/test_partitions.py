@@ -16,7 +16,7 @@ UNREACHABLE_S = 4.0
 @pytest.mark.timeout(600)
 def test_i1_i5_a_rollouter_that_the_reward_pool_cannot_reach_is_fenced_and_the_run_continues(cluster, launched):
     """It beats, and holds leases that it cannot finish and must not keep."""
-    run = launched(120, unreachable_s=UNREACHABLE_S, max_restarts=3)
+    run = launched(132, unreachable_s=UNREACHABLE_S, max_restarts=3)
     run.wait_for_step(5)
     pool = run.host_of("reward/0")
     cut = next(name for name in ("a", "b", "c") if name != pool)

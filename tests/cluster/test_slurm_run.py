@@ -17,8 +17,8 @@ from tools.waiting import wait_until
 
 SCRIPT = REPOSITORY / "launch" / "slurm" / "train.sbatch"
 PYTHON = f"{sys.executable} -m asyncrl.cli.launch"
-PROMPTS, GROUPS = 400, 4
-LONG, SHORT = 80, 12
+PROMPTS, GROUPS = 500, 4
+LONG, SHORT = 110, 12
 RUN_S = 150.0
 WARM = "\n[checkpoint]\nevery_versions = 4\n"
 
