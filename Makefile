@@ -47,11 +47,12 @@ one: ## Run one test file, folder or test: make one T=tests/dataloader/test_gate
 test: $(COMPILED) ## Run the tests
 	$(BIN)/python -m pytest -m 'not slow' -n 4 --dist loadfile --no-loadscope-reorder
 
-# Only files that have such tests, because each worker spends as long on imports of the others as on a test.
+# Only files that have such tests, because each worker spends as long on imports of the others as on a test. With so
+# many draws a test may take longer than the usual limit.
 test-slow: $(COMPILED) ## Run whole runs (compared, frozen, killed, resumed), and property tests with ten times the draws
 	$(BIN)/python -m pytest -m slow -n 4 --dist loadfile --no-loadscope-reorder \
 		$$(grep -rl --include='test_*.py' 'mark\.slow' tests)
-	ASYNCRL_TEST_DRAWS=$(DRAWS) $(BIN)/python -m pytest -m 'property and not slow' -n 4 --dist loadfile \
+	ASYNCRL_TEST_DRAWS=$(DRAWS) $(BIN)/python -m pytest -m 'property and not slow' -n 4 --dist loadfile --timeout 1800 \
 		$$(grep -rl --include='test_*.py' hypothesis tests)
 
 test-cluster: $(COMPILED) ## Test on clusters of namespaces with ssh and SLURM (root; says what is missing)
