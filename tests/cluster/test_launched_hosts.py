@@ -23,7 +23,7 @@ from tools.cluster.capture import conversations
 from tools.cluster.netns import REPOSITORY, Cluster
 from tools.waiting import wait_until
 
-STEPS = 12
+STEPS, LONG = 12, 240
 
 
 @pytest.fixture(scope="module")
@@ -451,11 +451,12 @@ def test_blocked_ports_are_reported_and_the_host_may_join_later(cluster, folder,
     cluster["b"].run(blocked.format("add").split())
     flags = ("--network.ports", "7000-7040", "--data.source", "synthetic")
     flags += ("--supervision.start_timeout_s", str(start_s))
-    flags += ("--rollout.min_replicas", str(needed), "--learner.sim.step_s", "0.25", "--learner.steps", "4000")
+    flags += ("--rollout.min_replicas", str(needed), "--learner.sim.step_s", "0.25", "--learner.steps", str(LONG))
     try:
         launch = Launch(cluster, folder, "head\na\nb\n", *flags)
         if needed == 1:
             launch.wait_to_show("b has left the run without having taken part: ")
+            assert max(launch.steps_trained, default=0) < LONG
         else:
             code, shown = launch.end()
     finally:
@@ -465,15 +466,11 @@ def test_blocked_ports_are_reported_and_the_host_may_join_later(cluster, folder,
         options = ("--hosts", str(folder / "more"), "--ssh-args", f"-F {cluster.ssh_config}")
         joining = Command(cluster.head, folder, "--join", str(launch.run_dir), *options)
         joining.wait_to_show("b serves from now on (it has rollouter/2)")
-        more = max(launch.steps_trained, default=0) + 4
-        wait_until(lambda: max(launch.steps_trained, default=0) >= more, f"step {more}")
-        launch.process.send_signal(signal.SIGINT)
         code, shown = launch.end()
-        assert code == 75, shown
-        trained = launch.steps_trained
-        assert trained == list(range(1, len(trained) + 1))
+        assert code == 0, shown
+        assert launch.steps_trained == list(range(1, LONG + 1))
         assert any("rollouter/1 is resting: not ready 30 s after its start" in line for line in shown), shown
-        assert joining.end()[0] == 75, joining.shown
+        assert joining.end()[0] == 0, joining.shown
     else:
         assert code == 1, shown
         assert "rollouter/1" in shown[-1]
