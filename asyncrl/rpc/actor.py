@@ -131,7 +131,7 @@ class Actor(EndpointOwner):
             owner=self,
         )
         self.counters = self._endpoint.counters
-        """Counters and gauges by their names; see observe/catalogue.py and docs/metrics.md."""
+        """Counters by their names, and gauges that are set rather than read (``metrics``); see docs/metrics.md."""
         self.histograms = self._endpoint.histograms
         self.events = EventQueue(self.clock.wall)
         """Warnings and errors for the next heartbeats."""
@@ -352,7 +352,7 @@ class Actor(EndpointOwner):
                 if self._server is not None:
                     self._server.close()
                 self.context.transport.close()
-                self.log.info("ended", counters=self.counters)
+                self.log.info("ended", counters={**self.counters, **self.metrics()})
 
     async def _live(self) -> None:
         """Register, set up, become ready, register the address, and run; ends early if drained during the setup."""

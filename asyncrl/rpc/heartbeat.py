@@ -31,6 +31,7 @@ import msgspec
 
 from asyncrl.config.operation import SupervisionConfig, WatchdogConfig
 from asyncrl.messages.monitor import Event, Heartbeat, Resource
+from asyncrl.observe.catalogue import check_name
 from asyncrl.observe.logging import write_text
 from asyncrl.rpc import stack_requests
 from asyncrl.rpc.awaits import longest_waits
@@ -66,9 +67,12 @@ def gather_heartbeat(actor: Actor, beat: int) -> Heartbeat:
     state, awaiting, state_s = actor.states.present()
     if not actor.ready:
         state, state_s = "starting", actor.states.age()
+    metrics: dict[str, float] = {}
     with contextlib.suppress(RuntimeError):
         # The event loop's thread may change a container meanwhile: the next heartbeat has those metrics.
-        actor.counters.update(actor.metrics())
+        metrics = actor.metrics()
+    for name in metrics:
+        check_name(name)
     # If this raises, the events below are still there for the next heartbeat.
     vitals = actor.vitals()
     return Heartbeat(
@@ -77,7 +81,7 @@ def gather_heartbeat(actor: Actor, beat: int) -> Heartbeat:
         awaiting=awaiting,
         state_s=state_s,
         awaits=waits,
-        counters=dict(actor.counters),
+        counters={**actor.counters, **metrics},
         histograms=actor.histograms.taken(),
         resources=actor.resources(),
         events=actor.events.take(),
