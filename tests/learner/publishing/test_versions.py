@@ -227,6 +227,8 @@ def test_a_version_that_cannot_be_gathered_is_not_sent_and_its_number_is_used_up
     async def scenario(made: Versions, script: Script) -> None:
         await made.publish()
         await made.settled()
+        # One version at a time is broadcast.
+        await until(lambda: "sent" in script.of(0))
         script.errors = [OSError(errno.ENOMEM, "no memory left")]
         assert await made.publish() and script.progress.version == 1
         assert not await made.settled()

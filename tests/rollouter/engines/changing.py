@@ -131,14 +131,14 @@ class Changing:
         await PolicyCall(self.manager, Letters(), self.config, request).generate()
         return response
 
-    async def run(self, *begin: int, max_tokens: int = 160) -> list[Response]:
-        """After an update as many episodes start as ``begin`` says, and the next update comes while they run."""
+    async def run(self, *begin: int, max_tokens: int = 480, apart: int = 160) -> list[Response]:
+        """After an update as many episodes start as ``begin`` says. After ``apart`` more tokens comes the next one."""
         await self.manager.start()
         tasks: list[asyncio.Task[Response]] = []
         async with asyncio.TaskGroup() as group:
             for episodes in begin:
                 await self.update()
-                enough = self.manager.sampled_tokens + max_tokens
+                enough = self.manager.sampled_tokens + apart
                 tasks += [group.create_task(self.episode(len(tasks) + n, max_tokens)) for n in range(episodes)]
                 await until(lambda: self.manager.sampled_tokens >= enough or all(task.done() for task in tasks))  # noqa: B023
         self.publisher.close()

@@ -234,7 +234,7 @@ async def test_no_token_is_sampled_over_keys_and_values_of_older_weights(
     without(monkeypatch)
     changing = Changing(served.engine, served.versions, models, on_update=on_update, keep_kv=keep_kv)
     changing.prompts = LONG_PROMPTS
-    found = await changing.run(4, 4, 4, 4, 4, max_tokens=80)
+    found = await changing.run(4, 4, 4, 4, 4, max_tokens=80, apart=80)
     assert changing.check(found, stale=keep_kv == "stale") > 0, "updates meet episodes that run"
 
 
