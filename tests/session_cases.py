@@ -177,17 +177,21 @@ class World:
         finally:
             self.ended.append(request.session)
 
-    async def update(self):
-        """New weights, while calls may run."""
+    async def staged(self):
+        """The next version, which the engine has accepted."""
         version = self.manager.version + 1
-        weights = SimpleNamespace(version=version, close=lambda: None)
-        if self.publish:
-            weights = await asyncio.to_thread(stage, self.publish(version))
-        with closing(weights):
+        if not self.publish:
+            return SimpleNamespace(version=version, close=lambda: None)
+        weights = await asyncio.to_thread(stage, self.publish(version))
+        await self.manager.engine.accept(weights)
+        return weights
+
+    async def update(self, staged=None):
+        """New weights, while calls may run."""
+        with closing(staged or await self.staged()) as weights:
             if self.publish:
-                await self.manager.engine.accept(weights)
                 assert await self.manager.quiesced(60.0)
-            await self.manager.pause(version)
+            await self.manager.pause(weights.version)
             await self.manager.load(weights)
             await self.manager.commit()
 
@@ -195,8 +199,14 @@ class World:
         """New weights whenever this many tokens were sampled under the last ones."""
         while True:
             enough = self.manager.sampled_tokens + tokens
-            await self.until(lambda: self.manager.sampled_tokens >= enough)  # noqa: B023
-            await self.update()
+            # Staged while calls run: little time is between the tokens and the pause.
+            staged = await self.staged()
+            try:
+                await self.until(lambda: self.manager.sampled_tokens >= enough)  # noqa: B023
+            except asyncio.CancelledError:
+                staged.close()
+                raise
+            await self.update(staged)
 
     async def __aenter__(self):
         await self.manager.start()

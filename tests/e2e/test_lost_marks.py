@@ -20,7 +20,7 @@ STEPS, GROUPS, PROMPTS = 24, 4, 60
 TREE = launched_run(
     run={"samples_per_step": GROUPS},
     data={"size": PROMPTS},
-    learner={"steps": STEPS, "groups_per_step": GROUPS},
+    learner={"steps": STEPS, "groups_per_step": GROUPS, "sim": {"step_s": 0.4}},
     checkpoint={"every_versions": 3, "keep": 3, "export_at_end": False},
 )
 

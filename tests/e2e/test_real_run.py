@@ -66,7 +66,7 @@ def folder(tmp_path_factory):
         gpus_per_replica = 0
         samples_per_prompt = 4
         max_tokens = 96
-        concurrency = 8
+        concurrency = 4
         stream_interval = 4
         [reward]
         function = "rewards:share_of_lower_case"

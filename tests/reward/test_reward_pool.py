@@ -254,7 +254,7 @@ asyncio.run(main())
 def test_hundreds_of_small_tasks_finish_during_a_hanging_one_on_the_asyncio_loop():
     async def body():
         assert not isinstance(asyncio.get_running_loop(), uvloop.Loop)
-        async with started(workers=2, timeout_s=3.0) as pool:
+        async with started(workers=2, timeout_s=10.0) as pool:
             hanging = pool.score(request("deaf"))
             assert await outcomes(pool, *["x" * 8192] * 400) == [8192.0] * 400
             assert not hanging.done(), "they have waited for it"

@@ -176,7 +176,7 @@ def steps_of_run(faults: Sequence[Fault], *, in_phases: bool = False) -> int:
 
     ``in_phases``: most faults wait for a phase of an update or of a turn.
     """
-    rest = REST_IN_PHASES if in_phases else 2 * STEPS_PER_FAULT
+    rest = REST_IN_PHASES if in_phases else 5 * STEPS_PER_FAULT
     return max((fault.after_step for fault in faults), default=0) + rest
 
 

@@ -202,7 +202,7 @@ def test_nothing_that_a_reward_function_forks_outlives_the_trial(tmp_path, end):
                 trial.kill()
             wait_until(lambda: not forked(tmp_path))
         else:
-            tried("mine:forks", [sample], timeout_s=60.0 if end == "done" else 1.0)
+            tried("mine:forks", [sample], timeout_s=60.0 if end == "done" else 3.0)
             assert len(list(tmp_path.glob("child-*"))) >= 20
             assert forked(tmp_path) == []
     finally:

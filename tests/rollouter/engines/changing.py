@@ -25,6 +25,7 @@ from asyncrl.rollouter.serving.generation import PolicyCall, PolicyRequest, Resp
 from asyncrl.rollouter.serving.group_events import SampleEvents
 from asyncrl.rpc.awaits import Awaits
 from asyncrl.text.stops import resolve_stops
+from asyncrl.weights.held_version import HeldVersion
 
 LEAVES_CONTEXTS = [
     pytest.mark.usefixtures("contexts_closed"),
@@ -96,16 +97,19 @@ class Changing:
         self.publisher = Publisher()
         self._versions = versions
 
-    async def update(self) -> None:
-        """An update as the follower makes it."""
+    async def staged(self) -> HeldVersion:
+        """The next version, verified and accepted, as the follower has it before a load."""
         version = next(self._versions)
         model = self.of[version] = self.models[version % 2]
         staged = await asyncio.to_thread(stage, self.publish(version, model))
+        await self.manager.engine.accept(staged)
+        return staged
+
+    async def load(self, staged: HeldVersion) -> None:
         try:
-            await self.manager.engine.accept(staged)
             assert await self.manager.quiesced(60.0)
             self.borrowed.changing = True
-            await self.manager.pause(version)
+            await self.manager.pause(staged.version)
             await self.manager.load(staged)
             self.borrowed.changing = False
             await self.manager.commit()
@@ -131,15 +135,19 @@ class Changing:
         await PolicyCall(self.manager, Letters(), self.config, request).generate()
         return response
 
-    async def run(self, *begin: int, max_tokens: int = 480, apart: int = 160) -> list[Response]:
+    async def run(self, *begin: int, max_tokens: int = 720, apart: int = 160) -> list[Response]:
         """After an update as many episodes start as ``begin`` says. After ``apart`` more tokens comes the next one."""
         await self.manager.start()
         tasks: list[asyncio.Task[Response]] = []
         async with asyncio.TaskGroup() as group:
-            for episodes in begin:
-                await self.update()
+            # Staged while the episodes run: little time is between the tokens that an update waits for and its pause.
+            staged = await self.staged()
+            for last, episodes in zip(range(len(begin))[::-1], begin, strict=True):
+                await self.load(staged)
                 enough = self.manager.sampled_tokens + apart
                 tasks += [group.create_task(self.episode(len(tasks) + n, max_tokens)) for n in range(episodes)]
+                if last:
+                    staged = await self.staged()
                 await until(lambda: self.manager.sampled_tokens >= enough or all(task.done() for task in tasks))  # noqa: B023
         self.publisher.close()
         return [task.result() for task in tasks]

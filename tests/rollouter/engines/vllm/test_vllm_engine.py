@@ -124,8 +124,8 @@ def test_a_resume_replays_no_noise_of_the_response():
 
 async def test_i8_abort_and_resume_changes_nothing(served, models):
     await served.load(0)
-    whole = await collect(served.engine, ask(max_tokens=400, temperature=0.0))
-    parts, submissions = await in_parts(served.engine, 400, 30, temperature=0.0)
+    whole = await collect(served.engine, ask(max_tokens=700, temperature=0.0))
+    parts, submissions = await in_parts(served.engine, 700, 30, temperature=0.0)
     assert parts.tokens == whole.tokens
     assert submissions > 2
 
@@ -234,7 +234,7 @@ async def test_no_token_is_sampled_over_keys_and_values_of_older_weights(
     without(monkeypatch)
     changing = Changing(served.engine, served.versions, models, on_update=on_update, keep_kv=keep_kv)
     changing.prompts = LONG_PROMPTS
-    found = await changing.run(4, 4, 4, 4, 4, max_tokens=80, apart=80)
+    found = await changing.run(4, 4, 4, 4, 4, max_tokens=400, apart=80)
     assert changing.check(found, stale=keep_kv == "stale") > 0, "updates meet episodes that run"
 
 
@@ -277,12 +277,12 @@ async def test_a_failed_start_gives_the_reason_and_a_cancelled_one_leaves_nothin
 async def test_i5_a_killed_core_is_noticed_everywhere(served, models):
     """The last test of the engine."""
     engine, answers = served.engine, [Answer() for _ in range(3)]
+    [core] = engine_cores(os.getpid())
     await served.load(0)
     streams = [
         asyncio.ensure_future(collect(engine, ask(max_tokens=700, temperature=0.0), answer)) for answer in answers
     ]
     await until(lambda: all(answer.tokens for answer in answers))
-    [core] = engine_cores(os.getpid())
     # A call in flight when the core dies: it cannot be answered.
     os.kill(core, signal.SIGSTOP)
     call = asyncio.ensure_future(engine.pause("wait"))

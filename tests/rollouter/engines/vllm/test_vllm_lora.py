@@ -126,9 +126,9 @@ async def test_i5_a_core_that_hangs_counts_as_dead(served, monkeypatch):
     """The last test of the engine."""
     monkeypatch.setattr(served.engine, "_timeout_s", 3.0)
     answer = Answer()
-    stream = asyncio.ensure_future(collect(served.engine, ask(max_tokens=512, temperature=0.0), answer))
-    await until(lambda: bool(answer.tokens))
     [core] = engine_cores(os.getpid())
+    stream = asyncio.ensure_future(collect(served.engine, ask(max_tokens=700, temperature=0.0), answer))
+    await until(lambda: bool(answer.tokens))
     os.kill(core, signal.SIGSTOP)
     async with asyncio.timeout(90):
         with pytest.raises(EngineDied, match="sampled nothing"):
