@@ -11,7 +11,7 @@ from tools.chaos import faults
 from tools.chaos.faults import NotRecovered, Striker, torment
 from tools.chaos.plan import Fault
 
-STEPS = 20
+STEPS = 200
 
 
 class World:
