@@ -61,9 +61,10 @@ def test_a_killed_worker_that_ends_slowly_is_checked_at_intervals(monkeypatch: p
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
 
-        def slow(*arguments: int) -> os.waitid_result | None:
+        def slow(kind: int, pid: int, options: int) -> os.waitid_result | None:
             looked.append("process")
-            return waitid(*arguments) if loop.time() >= 20.0 else None
+            # The process may take real time to end, in which virtual time would jump on.
+            return waitid(kind, pid, options & ~os.WNOHANG) if loop.time() >= 20.0 else None
 
         def counted(worker: WorkerProcess) -> list[psutil.Process]:
             looked.append("descendants")
