@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from run_settings import SMALL
 from serving_dataloader import LEARNER, A, B, ledger, run, running, small_config
+from virtual import run_virtual
 
 from asyncrl.config.load import validate_config
 from asyncrl.core.death_counts import ALONE_FROM
@@ -116,11 +117,14 @@ async def test_a_leaving_rollouter_gets_no_lease_when_the_gate_opens_again(tmp_p
         assert len(await it.leased(B, 2)) == 2
 
 
-async def test_a_parked_call_is_answered_with_nothing_before_half_of_its_deadline(tmp_path: Path) -> None:
-    async with running(tmp_path) as it:
-        status = await it.status()
-        assert await it.lease(served_version=-1, wait_s=0.4) == NewLeases(leases=[], closed=False)
-        assert await it.status(seen=status.number, wait_s=0.4) == status
+def test_a_parked_call_is_answered_with_nothing_before_half_of_its_deadline(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running(tmp_path) as it:
+            status = await it.status()
+            assert await it.lease(served_version=-1, wait_s=0.4) == NewLeases(leases=[], closed=False)
+            assert await it.status(seen=status.number, wait_s=0.4) == status
+
+    run_virtual(main())
 
 
 async def test_the_learner_wakes_when_the_supply_changes_and_rollouters_are_dismissed_at_the_end(

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from harness import until
-from serving_dataloader import A, B, Learner, Rollouter, Running, ledger, run, running, small_config
+from serving_dataloader import A, B, Learner, Rollouter, Running, ledger, running, small_config
+from virtual import run_virtual
 
 from asyncrl.config import Config
 from asyncrl.core.errors import RemoteError
@@ -16,7 +17,7 @@ from asyncrl.messages import Done
 from asyncrl.messages.dataloader import Outcomes
 from asyncrl.messages.groups import ReturnLeases
 
-RUN = run
+RUN = run_virtual
 
 
 def two(call_timeout_s: float = 0.6) -> Config:
