@@ -30,6 +30,7 @@ from asyncrl.messages.weights import FetchChunk, WeightUpdate
 from asyncrl.rollouter.updating import fetch as module
 from asyncrl.rollouter.updating.fetch import fetch
 from asyncrl.weights.held_version import HeldVersion, Segment
+from tools.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("no_memory_left")
 
@@ -224,25 +225,29 @@ def test_a_fetch_ends_after_silence_or_at_its_deadline(whole_s, waits_s, ended, 
 
 
 def test_the_deadline_error_of_a_version_in_shared_memory_shows_the_verified_part(server, monkeypatch):
-    verify, verified = HeldVersion.verify, set()
+    verify, verified = HeldVersion.verify, sum(SIZES[:3])
+    fetching = []
+
+    class Watched(module._Shared):
+        def __init__(self, manifest):
+            super().__init__(manifest)
+            fetching.append(self)
 
     def slow(version, index):
         verify(version, index)
-        verified.add(index)
         if index == 3:
-            while not verified >= {0, 1, 2}:
-                time.sleep(0.01)
-            # Time for the event loop to count the others.
-            time.sleep(0.1)
+            # Until the event loop has counted the others.
+            wait_until(lambda: fetching[0].bytes >= verified)
             loop.call_soon_threadsafe(loop.jump, 50.0)
             time.sleep(0.1)
 
+    monkeypatch.setattr(module, "_Shared", Watched)
     monkeypatch.setattr(HeldVersion, "verify", slow)
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         loop = runner.get_loop()
         with pytest.raises(DeadlineExceeded) as caught:
             runner.run(take(server.update(4, "shm"), server, stage_deadline_s=50.0))
-    error, verified = caught.value, sum(SIZES[:3])
+    error = caught.value
     assert (error.who, error.peer, error.waited_s) == ("rollouter/4", "parameter_server/0", 50.0)
     reported = f"all of version 4 by shm (weights.stage_deadline_s; {verified} of {sum(SIZES)} bytes are here)"
     assert reported in str(error)
