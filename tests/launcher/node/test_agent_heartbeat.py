@@ -12,21 +12,22 @@ import threading
 import time
 from collections.abc import Iterator
 
-import pytest
+from harness import until
 
 from asyncrl.launcher.node.agent_heartbeat import AgentHeartbeat, HeartbeatWatch, Silence
 from tools.waiting import wait_until
 
-BEATING = "import os, sys, time\nwhile True: os.write(int(sys.argv[1]), b'1.5\\n'); time.sleep(0.1)"
+BEATING = "import os, sys, time\nwhile True: os.write(int(sys.argv[1]), sys.argv[2].encode()); time.sleep(0.1)"
 GENEROUS_S = 60.0
 
 
 class Agent:
-    """A process that beats, and its guard's watch."""
+    """A process that beats and announces a silence of ``silence_s``, and its guard's watch."""
 
-    def __init__(self) -> None:
+    def __init__(self, silence_s: float) -> None:
         beats, theirs = os.pipe()
-        self.process = subprocess.Popen([sys.executable, "-c", BEATING, str(theirs)], pass_fds=(theirs,))
+        argv = [sys.executable, "-c", BEATING, str(theirs), f"{silence_s}\n"]
+        self.process = subprocess.Popen(argv, pass_fds=(theirs,))
         os.close(theirs)
         self.watch = HeartbeatWatch(self.process.pid, beats)
         self.found: list[float] = []
@@ -37,35 +38,42 @@ class Agent:
         os.kill(self.process.pid, number)
 
 
-@pytest.fixture
-def agent() -> Iterator[Agent]:
-    made = Agent()
-    yield made
-    with contextlib.suppress(ProcessLookupError):
-        made.process.kill()
-    made.process.wait()
-    made.thread.join(GENEROUS_S)
+@contextlib.contextmanager
+def beating(silence_s: float) -> Iterator[Agent]:
+    """An agent that has beaten once."""
+    made = Agent(silence_s)
+    try:
+        wait_until(lambda: made.watch._limit_s > 0.0, "its first beat")
+        yield made
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            made.process.kill()
+        made.process.wait()
+        made.thread.join(GENEROUS_S)
 
 
-def test_a_stopped_agent_counts_as_frozen_after_its_announced_silence(agent):
-    wait_until(lambda: agent.watch._limit_s > 0.0, "its first beat")
-    time.sleep(1.0)
-    assert agent.thread.is_alive()
-    agent.signal(signal.SIGSTOP)
-    agent.thread.join(GENEROUS_S)
-    assert agent.found and agent.found[0] >= 1.5
-
-
-def test_an_agent_that_wakes_in_time_does_not_count_as_frozen(agent):
-    for _ in range(3):
+def test_a_stopped_agent_counts_as_frozen_after_its_announced_silence():
+    with beating(1.5) as agent:
+        time.sleep(1.0)
+        assert agent.thread.is_alive()
         agent.signal(signal.SIGSTOP)
-        time.sleep(0.6)
-        agent.signal(signal.SIGCONT)
-        time.sleep(0.4)
-    assert agent.thread.is_alive(), "its silences are not added up"
-    agent.signal(signal.SIGTERM)
-    agent.thread.join(GENEROUS_S)
-    assert agent.found == [0.0]
+        agent.thread.join(GENEROUS_S)
+        assert agent.found and agent.found[0] >= 1.5
+
+
+def test_an_agent_that_wakes_in_time_does_not_count_as_frozen():
+    with beating(5.0) as agent:
+        silence = agent.watch._silence
+        # The sum of these silences is the limit.
+        for _ in range(5):
+            agent.signal(signal.SIGSTOP)
+            wait_until(lambda: silence.seconds >= 1.0, "a silence of two checks")
+            agent.signal(signal.SIGCONT)
+            wait_until(lambda: silence.seconds == 0.0 or not agent.thread.is_alive(), "its end")
+        assert agent.thread.is_alive(), "its silences are not added up"
+        agent.signal(signal.SIGTERM)
+        agent.thread.join(GENEROUS_S)
+        assert agent.found == [0.0]
 
 
 def test_time_without_a_check_does_not_count_as_silence():
@@ -95,8 +103,7 @@ def test_a_long_hang_of_the_event_loop_ends_heartbeats_and_a_short_one_does_not(
         beats()
         time.sleep(0.5)  # noqa: ASYNC251
         assert beats() == 0
-        await asyncio.sleep(0.5)
-        assert beats() > 0
+        await until(beats)
         await asyncio.to_thread(made.stop)
 
     asyncio.run(main())
