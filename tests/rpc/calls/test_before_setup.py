@@ -87,8 +87,11 @@ async def test_a_successor_on_the_same_port_calls_no_handler_before_it_is_set_up
         assert peer.cast(Note())
         with pytest.raises(DeadlineExceeded, match="which is not set up so far"):
             await peer.call(Take(), timeout=0.2)
+        # The answer to a later call shows that both have arrived.
+        later = peer.call(Take(), timeout=60.0)
+        await until(lambda: later.heard > later.started)
         second.may_be_set_up.set()
-        await call
+        await asyncio.gather(call, later)
         assert call.answered_by == 20
         assert peer.cast(Note())
         await peer.call(Take())
