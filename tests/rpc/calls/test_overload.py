@@ -170,12 +170,22 @@ class Frozen:
 
     def __init__(self, socket):
         self.socket = socket
+        self.tap, self.said, self.received = Tap(), 0, 0
+        self.tap.says = self._say
         port = self.socket.bind_to_random_port("tcp://127.0.0.1")
         self.record = ActorRecord(name="server/0", incarnation=1, address=f"tcp://127.0.0.1:{port}")
 
+    def _say(self, _header, go_on):
+        self.said += 1
+        go_on()
+
+    def _receive(self):
+        self.received += 1
+        return self.socket.recv_multipart()
+
     async def welcome(self):
         await until(lambda: self.socket.poll(0))
-        routing_id, head, _ = self.socket.recv_multipart()
+        routing_id, head, _ = self._receive()
         hello = decode_header(head)
         body = Welcome(run_id="run-1", name="server/0", incarnation=1, max_message_bytes=1 << 30, credit=4096)
         header = Header(PROTOCOL_VERSION, int(Kind.WELCOME), 0, hello.id, "server/0", 1, -1, 0, "Welcome")
@@ -184,8 +194,9 @@ class Frozen:
     async def take(self):
         """Id and bytes of each call, and the number of ASKs."""
         calls, asks = [], 0
-        while self.socket.poll(200):
-            _, head, *frames = self.socket.recv_multipart()
+        # ZeroMQ's thread may be late with what the peer has said.
+        while self.socket.poll(3000 if self.received < self.said else 200):
+            _, head, *frames = self._receive()
             header = decode_header(head)
             if header.kind == Kind.CALL:
                 calls.append((header.id, sum(map(len, frames))))
@@ -200,15 +211,17 @@ async def frozen_server():
         socket.linger = 0
         frozen = Frozen(socket)
         async with Net() as net:
-            peer = Peer(net.endpoint("client/0"), "server/0", frozen.record)
+            peer = Peer(net.endpoint("client/0", tap=frozen.tap), "server/0", frozen.record)
             net.peers.append(peer)
             yield frozen, peer
 
 
 async def test_a_frozen_receiver_gets_one_copy(often):
     async with frozen_server() as (frozen, peer):
-        call = peer.call(ones(MB10), timeout=1.5)
+        peer.connect()
         await frozen.welcome()
+        await until(lambda: peer.ready)
+        call = peer.call(ones(MB10), timeout=1.5)
         with pytest.raises(DeadlineExceeded, match="server/0 for Give: .* which has not said that it has the call"):
             await call
         calls, asks = await frozen.take()
@@ -217,7 +230,7 @@ async def test_a_frozen_receiver_gets_one_copy(often):
 
 async def test_large_payloads_in_flight_keep_within_the_budget_and_small_ones_pass(seldom):
     async with frozen_server() as (frozen, peer):
-        calls = [peer.call(ones(MB10), timeout=1.5) for _ in range(4)] + [peer.call(Ping(), timeout=1.5)]
+        calls = [peer.call(ones(MB10), timeout=4.0) for _ in range(4)] + [peer.call(Ping(), timeout=4.0)]
         await frozen.welcome()
         found = await asyncio.gather(*calls, return_exceptions=True)
         for error in found[1:4]:
