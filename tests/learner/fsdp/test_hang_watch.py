@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -81,10 +80,12 @@ def _rank(rank: int, stopped: int, timeout_s: float, addresses: Any, log: str) -
     store, port = find_store(rank, addresses)
     ranks = Ranks(rank, 2, "127.0.0.1", port, device=torch.device("cpu"), timeout_s=TIMEOUT_S, store=store)
     ranks.all_gather([1.0], "a first word")
+    own = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     if rank == stopped:
-        # Once it has been heard of.
-        time.sleep(3 * hang_watch.BEAT_S)
+        # Once it has been heard of, and the other has left the first collective.
+        own.wait([f"position/{rank}", "the first word is over"], timedelta(seconds=WAIT_S))
         os.kill(os.getpid(), signal.SIGSTOP)
+    own.set("the first word is over", "")
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), 2)
     try:
         with ranks.waiting(STEP):
