@@ -171,13 +171,27 @@ async def test_one_viewer_too_many_is_refused_and_does_not_disturb_others(tmp_pa
             await fourth.peer.call(WatchSnapshot())
 
 
-async def test_a_watch_continues_with_the_successor_of_the_controller(tmp_path, monkeypatch):
-    monkeypatch.setattr("asyncrl.top.client.ANSWER_S", 2.0)
+@pytest.fixture
+def connections(monkeypatch):
+    """The connections of all watches, in order."""
+    made, connect = [], WatchedRun.connect
+
+    def remember(target):
+        made.append(connect(target))
+        return made[-1]
+
+    monkeypatch.setattr(WatchedRun, "connect", remember)
+    return made
+
+
+async def test_a_watch_continues_with_the_successor_of_the_controller(tmp_path, connections):
     config = config_with(True)
     seen = []
     async with controller(tmp_path, config):
         news = follow(find_target(str(tmp_path)))
         seen.append(await anext(news))
+        [connection] = connections
+        connection.endpoint.call_timeout_s = 2.0
     while not isinstance(seen[-1], Away):
         seen.append(await anext(news))
     async with controller(tmp_path, config, incarnation=8) as successor:
@@ -208,9 +222,8 @@ async def test_requests_to_a_controller_that_fails_at_once_are_spaced(tmp_path, 
 
 
 @pytest.mark.parametrize("what", ["its folder is gone", "all of it was killed"])
-async def test_a_watch_ends_with_its_run(tmp_path, monkeypatch, what):
+async def test_a_watch_ends_with_its_run(tmp_path, connections, what):
     """A killed run leaves its folder behind, without a lock."""
-    monkeypatch.setattr("asyncrl.top.client.ANSWER_S", 1.5)
     private = tmp_path / "private"
     async with asyncio.timeout(20):
         async with controller(tmp_path, config_with(False)):
@@ -218,6 +231,8 @@ async def test_a_watch_ends_with_its_run(tmp_path, monkeypatch, what):
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 news = follow(find_target(str(tmp_path), lives=is_live))
                 assert isinstance(await anext(news), Snapshot)
+                [connection] = connections
+                connection.endpoint.call_timeout_s = 1.5
         if what == "its folder is gone":
             private.rename(tmp_path / "gone")
         assert all(isinstance(one, Snapshot | Away) for one in [one async for one in news])
