@@ -120,7 +120,7 @@ def test_i7_a_cancelled_job_leaves_nothing(slurm: Slurm) -> None:
     job = Job(slurm, "--learner.steps", "4000")
     job.wait_to_show("step 2/")
     slurm.run("scancel", str(job.number))
-    assert slurm.wait_for(job.number, "CANCELLED")["Restarts"] == "0", job.shown
+    assert slurm.wait_for(job.number, "CANCELLED", timeout=RUN_S)["Restarts"] == "0", job.shown
     for node in NODES:
         wait_until(lambda node=node: not slurm.processes(node), f"the end of all on {node}")
 
