@@ -10,6 +10,7 @@ import urllib.request
 
 import msgspec
 import pytest
+from harness import LoopThreads
 from inprocess import System
 from run_settings import sim_config
 from sinks_cases import address_of, snapshot, train, until
@@ -47,6 +48,7 @@ class Cluster:
         self.system = System(sim_config(sinks=sinks, supervision={"drain_s": 20.0}), run_dir)
         self.run_dir = run_dir
         self.lives = {}
+        self.threads = LoopThreads()
         self._temporary = tempfile.tempdir
 
     @property
@@ -70,6 +72,7 @@ class Cluster:
     async def kill(self, name):
         self.lives[name].cancel()
         await asyncio.wait({self.lives[name]})
+        self.threads.end()
 
     def feed(self, *lines):
         for line in lines:
