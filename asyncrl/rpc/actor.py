@@ -32,7 +32,7 @@ from asyncrl.rpc.calls.handlers import Caller, handler
 from asyncrl.rpc.calls.peer import Peer
 from asyncrl.rpc.calls.server import CallServer
 from asyncrl.rpc.controller_session import REPORT_S, ControllerSession, sendable
-from asyncrl.rpc.heartbeat import EventQueue, HeartbeatDelta
+from asyncrl.rpc.heartbeat import EventQueue, HeartbeatDelta, read_metrics
 from asyncrl.rpc.lifecycle.roster import CONTROLLER, Roster
 from asyncrl.rpc.lifecycle.supervision import UNHEALABLE_EXITS
 from asyncrl.rpc.services import ActorServices, Clock
@@ -352,7 +352,7 @@ class Actor(EndpointOwner):
                 if self._server is not None:
                     self._server.close()
                 self.context.transport.close()
-                self.log.info("ended", counters={**self.counters, **self.metrics()})
+                self.log.info("ended", counters=read_metrics(self))
 
     async def _live(self) -> None:
         """Register, set up, become ready, register the address, and run; ends early if drained during the setup."""

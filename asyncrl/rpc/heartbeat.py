@@ -67,12 +67,7 @@ def gather_heartbeat(actor: Actor, beat: int) -> Heartbeat:
     state, awaiting, state_s = actor.states.present()
     if not actor.ready:
         state, state_s = "starting", actor.states.age()
-    metrics: dict[str, float] = {}
-    with contextlib.suppress(RuntimeError):
-        # The event loop's thread may change a container meanwhile: the next heartbeat has those metrics.
-        metrics = actor.metrics()
-    for name in metrics:
-        check_name(name)
+    metrics = read_metrics(actor)
     # If this raises, the events below are still there for the next heartbeat.
     vitals = actor.vitals()
     return Heartbeat(
@@ -81,13 +76,24 @@ def gather_heartbeat(actor: Actor, beat: int) -> Heartbeat:
         awaiting=awaiting,
         state_s=state_s,
         awaits=waits,
-        counters={**actor.counters, **metrics},
+        counters=metrics,
         histograms=actor.histograms.taken(),
         resources=actor.resources(),
         events=actor.events.take(),
         unreached=actor.unreached(),
         **vitals,
     )
+
+
+def read_metrics(actor: Actor) -> dict[str, float]:
+    """Reads the counters and gauges of an actor. Callable from any thread."""
+    metrics: dict[str, float] = {}
+    with contextlib.suppress(RuntimeError):
+        # The event loop's thread may change a container meanwhile: the next heartbeat has those metrics.
+        metrics = actor.metrics()
+    for name in metrics:
+        check_name(name)
+    return {**actor.counters, **metrics}
 
 
 class Heartbeats:
