@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -181,23 +180,6 @@ def repeat_after(monkeypatch: Any, seconds: float) -> None:
 
 def replace(struct: Any, **changes: Any) -> Any:
     return msgspec.structs.replace(struct, **changes)
-
-
-class LoopThreads:
-    """The threads of the running event loop, in which ``asyncio.to_thread`` runs its calls."""
-
-    def __init__(self) -> None:
-        self._threads = self._begin()
-
-    def end(self) -> None:
-        """Block until all calls have ended. A dead process writes nothing more; the thread of a cancelled actor may."""
-        self._threads.shutdown()
-        self._threads = self._begin()
-
-    def _begin(self) -> ThreadPoolExecutor:
-        threads = ThreadPoolExecutor(4)
-        asyncio.get_running_loop().set_default_executor(threads)
-        return threads
 
 
 async def until(condition: Callable[[], Any], what: str = "that it is so", within_s: float = 20.0) -> None:

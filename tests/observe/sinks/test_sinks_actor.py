@@ -7,10 +7,10 @@ import socket
 import tempfile
 import threading
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
-from harness import LoopThreads
 from inprocess import System
 from run_settings import sim_config
 from sinks_cases import address_of, snapshot, train, until
@@ -48,7 +48,7 @@ class Cluster:
         self.system = System(sim_config(sinks=sinks, supervision={"drain_s": 20.0}), run_dir)
         self.run_dir = run_dir
         self.lives = {}
-        self.threads = LoopThreads()
+        self._renew_threads()
         self._temporary = tempfile.tempdir
 
     @property
@@ -72,7 +72,13 @@ class Cluster:
     async def kill(self, name):
         self.lives[name].cancel()
         await asyncio.wait({self.lives[name]})
-        self.threads.end()
+        # A dead process writes nothing more. The thread of a cancelled actor may.
+        self._threads.shutdown()
+        self._renew_threads()
+
+    def _renew_threads(self):
+        self._threads = ThreadPoolExecutor(4)
+        asyncio.get_running_loop().set_default_executor(self._threads)
 
     def feed(self, *lines):
         for line in lines:

@@ -142,11 +142,11 @@ class Changing:
         async with asyncio.TaskGroup() as group:
             # Staged while the episodes run: little time is between the tokens that an update waits for and its pause.
             staged = await self.staged()
-            for last, episodes in zip(range(len(begin))[::-1], begin, strict=True):
+            for left, episodes in zip(range(len(begin))[::-1], begin, strict=True):
                 await self.load(staged)
                 enough = self.manager.sampled_tokens + apart
                 tasks += [group.create_task(self.episode(len(tasks) + n, max_tokens)) for n in range(episodes)]
-                if last:
+                if left:
                     staged = await self.staged()
                 await until(lambda: self.manager.sampled_tokens >= enough or all(task.done() for task in tasks))  # noqa: B023
         self.publisher.close()
