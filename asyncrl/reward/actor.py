@@ -42,6 +42,10 @@ class RewardActor(Actor, RewardObserver):
         self._faults = Faults(self.config)
         self._calls = 0
         """Number of calls with an outcome."""
+        self._tracks = [
+            self.trace.track(f"worker {number}", FIRST_SLOT + number) for number in range(self.config.reward.workers)
+        ]
+        """Tracks of the timeline, one for each worker."""
 
     async def setup(self) -> None:
         """Start the workers and import the function in each, or check the judge's options. Raises ConfigError."""
@@ -101,15 +105,17 @@ class RewardActor(Actor, RewardObserver):
     def task_ended(self, worker: int, uid: str, began: float, run_s: float, error: str) -> None:
         """Add the run of a task to the timeline and to the histogram."""
         self.histograms.observe("reward/run_s", run_s)
-        track = self.trace.track(f"worker {worker}", FIRST_SLOT + worker)
+        track = self._tracks[worker]
         if error:
             track.add("failed", began, uid=uid, error=error[:LONGEST_ERROR])
         else:
             track.add("score", began, uid=uid)
 
-    def call_ended(self, uid: str, fault: RewardFault | None) -> None:
+    def call_ended(self, uid: str, fault: RewardFault | None, score_s: float | None) -> None:
         """Count the outcome of a call, notify the user of a fault, and end the pool if the function is broken."""
         self._calls += 1
+        if score_s is not None:
+            self.histograms.observe("reward/score_s", score_s)
         if fault is None:
             self._rate.succeeded(uid, self.clock.now())
             return
@@ -125,14 +131,7 @@ class RewardActor(Actor, RewardObserver):
     def score(self, request: Score, caller: Caller) -> asyncio.Future[Scores]:
         """Queue a task; the future has the rewards of its completion or group. Raises RewardFailed."""
         assert self._pool is not None
-        began = self.clock.now()
         self._rate.came(request.uid)
         if request.has_worked:
-            self._rate.has_worked(began)
-        scores = self._pool.score(request)
-        scores.add_done_callback(lambda scores: self._scored(scores, began))
-        return scores
-
-    def _scored(self, scores: asyncio.Future[Scores], began: float) -> None:
-        if not scores.cancelled() and scores.exception() is None:
-            self.histograms.observe("reward/score_s", self.clock.now() - began)
+            self._rate.has_worked(self.clock.now())
+        return self._pool.score(request)

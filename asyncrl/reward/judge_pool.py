@@ -261,14 +261,14 @@ class JudgePool:
             self._counters.failed += 1
             if self._end.done():
                 raise self._ended_error() from error
-            self._observer.call_ended(request.uid, fault)
+            self._observer.call_ended(request.uid, fault, None)
             raise RewardFailed(
                 self._config.function, fault.text, retryable=getattr(error, "retryable", True)
             ) from error
         outcomes, judgements = judged.result()
         both = list(zip(outcomes, added.result(), strict=True))
         self._counters.scored += 1
-        self._observer.call_ended(request.uid, None)
+        self._observer.call_ended(request.uid, None, time.monotonic() - began)
         scores = Scores(
             rewards=[reward + added_reward for (reward, _), (added_reward, _) in both],
             components=[{**components, **added_components} for (_, components), (_, added_components) in both],

@@ -54,14 +54,14 @@ class Pending(asyncio.Future[Scores]):
     CANCEL_GRACE_S to end the task.
 
     ``place`` is that of the worker which has the task; None while the task is in the queue. ``size`` is the size of the
-    encoded task (bytes); 0 before it is sent.
+    encoded task (bytes); 0 before it is sent. ``asked`` is the monotonic time (s) of the call.
     """
 
-    __slots__ = ("place", "pool", "request", "size")
+    __slots__ = ("asked", "place", "pool", "request", "size")
 
     def __init__(self, pool: RewardPool, request: Score) -> None:
         super().__init__()
-        self.pool, self.request, self.size = pool, request, 0
+        self.pool, self.request, self.size, self.asked = pool, request, 0, time.monotonic()
         self.place: RewardPlace | None = None
 
     def fail(self, error: AsyncRLError) -> None:
@@ -122,10 +122,11 @@ class RewardObserver(PoolObserver):
         ``began`` is monotonic time (s), and ``run_s`` the time in the function. ``error`` is empty if it gave rewards.
         """
 
-    def call_ended(self, uid: str, fault: RewardFault | None) -> None:
+    def call_ended(self, uid: str, fault: RewardFault | None, score_s: float | None) -> None:
         """Called when a call of ``score`` ends and was not cancelled.
 
-        ``fault`` is the reason that the function gave no rewards; None if it gave some.
+        ``fault`` is the reason that the function gave no rewards; None if it gave some. ``score_s`` is the time from
+        the call to its rewards (s); None if the call got none.
         """
 
     def judge_asked(self, seconds: float) -> None:
@@ -286,7 +287,7 @@ class RewardPool(WorkerPool[RewardPlace]):
             self.counters.scored += 1
             made = Scores(rewards=result.rewards, components=result.components, run_s=result.run_s)
             pending.set_result(shaped(made, pending.request, self._config.penalty, self._max_tokens))
-            self._observer.call_ended(pending.request.uid, None)
+            self._observer.call_ended(pending.request.uid, None, time.monotonic() - pending.asked)
 
     def _on_worker_end(self, place: RewardPlace, reason: str, *, was_ready: bool) -> None:
         """Fail the task that the worker was running; the others go to other workers. After the pool's end all fail."""
@@ -355,10 +356,12 @@ class RewardPool(WorkerPool[RewardPlace]):
     def _encoded(self, pending: Pending) -> bytes | None:
         """Encode a task for a worker. If it cannot be encoded, fails the task and returns None."""
         request = pending.request
-        if any(each.branches for each in request.completions):
-            # A function gets no branches, and they may be most of the bytes.
-            bare = [msgspec.structs.replace(each, branches=[]) for each in request.completions]
-            request = msgspec.structs.replace(request, completions=bare)
+        for each in request.completions:
+            if each.branches:
+                # A function gets no branches, and they may be most of the bytes.
+                bare = [msgspec.structs.replace(each, branches=[]) for each in request.completions]
+                request = msgspec.structs.replace(request, completions=bare)
+                break
         try:
             body = self._encoder.encode(request)
             if len(body) > MAX_TASK_BYTES:
@@ -387,9 +390,10 @@ class RewardPool(WorkerPool[RewardPlace]):
         if self._end.done():
             pending.fail(self._ended_error())
             return
-        on_timeout = self._config.on_timeout
+        on_timeout, score_s = self._config.on_timeout, None
         if fault.kind == TIMED_OUT and isinstance(on_timeout, float):
             self.counters.scored += 1
+            score_s = time.monotonic() - pending.asked
             count = len(pending.request.completions)
             pending.set_result(
                 Scores(
@@ -401,7 +405,7 @@ class RewardPool(WorkerPool[RewardPlace]):
         else:
             pending.fail(RewardFailed(self._function_of(pending.request), fault.text))
         own = self._own.get(pending.request.source, "")
-        self._observer.call_ended(pending.request.uid, replace(fault, function=own))
+        self._observer.call_ended(pending.request.uid, replace(fault, function=own), score_s)
 
     def _function_of(self, request: Score) -> str:
         """Return the function of the task's source, or else reward.function."""

@@ -52,6 +52,9 @@ def begin(title: str) -> socket.socket:
     if sys.platform == "linux":
         die_with_parent(signal.SIGKILL)
         become_subreaper()
+        # A worker that wakes up waits for its core, so it does not interrupt its actor or an engine.
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
     for number in IGNORED:

@@ -211,7 +211,7 @@ class Heard(RewardObserver):
         if self._printed is not None:
             self._printed.append((uid, text, dropped))
 
-    def call_ended(self, uid: str, fault: RewardFault | None) -> None:
+    def call_ended(self, uid: str, fault: RewardFault | None, score_s: float | None) -> None:
         if self._faults is not None:
             self._faults.append((uid, fault))
 

@@ -1,8 +1,8 @@
 """``python -m tools.bench calls``: actor calls, reward tasks and large payloads against raw pyzmq and Ray.
 
-asyncrl's client runs in this process and its server in another (served.py), each on uvloop as every actor does; raw
-pyzmq asyncio runs on the same two event loops. Ray's driver is a process in an environment of its own (ray_side.py);
-its actor and its tasks are warm before the measurement.
+asyncrl's client runs in this process and its server in another (served.py), each on uvloop and with the memory settings
+of every actor; raw pyzmq asyncio runs on the same two event loops. Ray's driver is a process in an environment of its
+own (ray_side.py); its actor and its tasks are warm before the measurement.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Literal
 import numpy as np
 
 from asyncrl.config.load import validate_config
+from asyncrl.rpc.process import tune_memory
 from tools.bench.paired import Side
 from tools.bench.processes import Worker, environment, without_python_settings, worker
 from tools.bench.report import Report, Target
@@ -45,6 +46,7 @@ async def measure(report: Report, *, pairs: int = 30, vs: Literal["ray"] | None 
         "large_bytes": LARGE_BYTES,
         "workers": WORKERS,
     }
+    tune_memory()
     reward = {"function": "tools.bench.served:same", "workers": WORKERS}
     settings = validate_config(simulated({"reward": reward, "network.call_timeout_s": CALL_TIMEOUT_S}))
     async with AsyncExitStack() as stack:
