@@ -54,6 +54,8 @@ def pytest_configure(config: pytest.Config) -> None:
     load_profile(quick=config.option.quick)
     if hasattr(config, "workerinput") or not config.option.numprocesses:
         config.pluginmanager.register(quick.plugin(quick=config.option.quick))
+        # Until ``pytest_collection_finish``. Imports leave little garbage.
+        gc.disable()
     if TIMES and config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = str(random.randrange(2**32))
 
@@ -78,6 +80,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         by_folder = list(zip(places, items, strict=True))
         by_folder.sort(key=lambda each: (each[1].path.stem == LAST, each[1].path.stem != FIRST, each[0]))
         items[:] = [item for _, item in by_folder]
+
+
+def pytest_collection_finish() -> None:
+    """Hide modules and tests from the garbage collector: to go through them all takes up to half a second."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -120,21 +129,8 @@ def environment_of_module() -> Iterator[None]:
     yield from _restore_environment()
 
 
-@pytest.fixture(scope="module")
-def only_new_objects_collected():
-    """The garbage collector skips existing objects: collecting every import of a test session takes seconds."""
-    if gc.get_freeze_count():
-        # ``--quick`` keeps them so to its end.
-        yield
-        return
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture
-def no_memory_left(only_new_objects_collected):
+def no_memory_left():
     """The test closes all sealed memory that it opens."""
     from published_weights import comes_to, open_memory
 

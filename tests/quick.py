@@ -98,10 +98,6 @@ class Quick(Skips):
         report = threading.excepthook
         threading.excepthook = lambda args: None if args.exc_type is pytest.skip.Exception else report(args)
 
-    def pytest_collection_finish(self) -> None:
-        """Make collections of garbage quick: modules and tests stay to the end."""
-        gc.freeze()
-
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self):
         self._runs = True

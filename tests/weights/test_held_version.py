@@ -32,8 +32,6 @@ from asyncrl.weights.held_version import (
     size_of,
 )
 
-pytestmark = pytest.mark.usefixtures("only_new_objects_collected")
-
 
 @pytest.fixture
 def publisher():
