@@ -348,7 +348,7 @@ class CheckpointFolder:
         if not names:
             return
         newest, _, name = max(names)
-        # If a checkpoint cannot be read, only its name is known.
+        # If the step of the newest cannot be read, only the versions are compared.
         newest_step = step_of(self.folder / name)
         if version < newest or (newest_step is not None and step < newest_step):
             of_step = "" if newest_step is None else f" of step {newest_step}"
@@ -361,7 +361,7 @@ class CheckpointFolder:
     def _rename_and_remove(self, path: Path) -> None:
         """Rename a folder, then remove it, so that its name never leads to half a checkpoint. Raises OSError.
 
-        Files that cannot be removed stay under the new name until the next ``claim``.
+        Files that cannot be removed stay under the new name until a learner starts (``claim``).
         """
         renamed = path
         if not path.name.startswith(_REMOVED_PREFIX):
@@ -371,11 +371,11 @@ class CheckpointFolder:
         try:
             shutil.rmtree(renamed)
         except OSError as error:
-            _LOG.warning("%s cannot be removed, and stays until the learner starts again: %s", renamed, error)
+            _LOG.warning("%s cannot be removed, and stays until a learner starts: %s", renamed, error)
 
 
 def _holds_a_file(path: Path) -> bool:
-    """Whether there is a file in ``path`` or below; False if the learner removes the folder meanwhile."""
+    """Whether there is a file in ``path`` or below; False if the folder is removed meanwhile."""
     try:
         return any(entry.is_file() for entry in path.rglob("*"))
     except FileNotFoundError:

@@ -182,8 +182,8 @@ class WeightsConfig(Section):
 
     transport: Literal["auto", "nccl", "gloo", "shm", "stream"] = "auto"
     """Path of weights to the engines (docs/weights.md): broadcast (nccl on GPU, gloo on CPU), shared memory, or chunks
-    over the wire (stream). auto is nccl if learner and engines are on GPUs and publish whole weights; otherwise shm on
-    the learner's host, and stream on others."""
+    over the wire (stream). auto is nccl if learner and engines are on GPUs and publish whole weights. Otherwise it is
+    shm on the learner's host; on each other host one replica takes a stream, and the rest share its copy."""
     max_paused_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of the replicas that may pause at once for an update by shm or stream; at least one may."""
     bucket_bytes: Positive = 256 << 20
@@ -203,6 +203,6 @@ class WeightsConfig(Section):
     """Most versions that the parameter server holds, each as large as the weights: the newest, and older ones that
     replicas still fetch."""
     broadcast_timeout_s: Seconds = 30.0
-    """Longest wait of the members of a broadcast for one another. After a failure stream serves the version."""
+    """Longest wait of the members of a broadcast for one another. After a failure they fetch the version."""
     max_attempts: Positive = 3
     """Attempts at an update before the engine is restarted."""

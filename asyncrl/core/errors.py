@@ -93,7 +93,7 @@ class ActorFailed(AsyncRLError, RuntimeError):
 
 
 class CannotLearn(ActorFailed):
-    """The run ends because too many of its groups cannot be trained. Raised between two steps."""
+    """The run ends because too many of its groups cannot be trained. No step is lost: it is raised between steps."""
 
 
 class HostFailed(AsyncRLError, ConnectionError):
@@ -107,7 +107,7 @@ class HostFailed(AsyncRLError, ConnectionError):
 
 
 class EngineDied(AsyncRLError, RuntimeError):
-    """An inference engine died or hangs. ``engine`` names it; the tokens received so far stay valid."""
+    """An inference engine died or hangs. ``engine`` names it. Its requests are sent again, with their tokens."""
 
     def __init__(self, engine: str, reason: str) -> None:
         self.engine, self.reason = engine, reason
@@ -115,7 +115,8 @@ class EngineDied(AsyncRLError, RuntimeError):
 
 
 class WeightsCorrupt(AsyncRLError, ValueError):
-    """The bytes of a published version do not match its manifest. ``version`` and ``bucket`` (index) say where."""
+    """A published version cannot be used: its bytes do not match its manifest, or the engine cannot load it or computes
+    other log-probs. ``version`` and ``bucket`` (index) say where."""
 
     def __init__(self, what: str, *, version: int, bucket: int | None = None) -> None:
         self.version, self.bucket = version, bucket

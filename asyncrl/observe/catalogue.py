@@ -226,9 +226,9 @@ lines = [json.loads(line) for line in open("runs/mine/metrics.jsonl")]
 rewards = [line["reward/mean"] for line in lines if line["kind"] == "train"]
 ```
 
-The keys of these lines are the metrics of kind `line`. `asyncrl-top` shows the others. Counters and histograms count
-from the start of the process. An unknown value is absent, never 0. `*` stands for a name from the configuration or the
-reward function, or for a name that the description lists.
+The keys of these lines are the metrics of kind `line`; `where` is the kind of their lines. `asyncrl-top` shows the
+others; `where` is their actor. Counters and histograms count from the start of the process. An unknown value is absent,
+never 0. `*` stands for a name from the configuration, the reward function or the description.
 
 `python -m asyncrl.observe.catalogue > docs/metrics.md` writes this page from the declarations; do not edit it.
 

@@ -190,14 +190,14 @@ class JudgeClient:
 
 
 class AnswerRefused(openai.OpenAIError):  # type: ignore[misc]
-    """An answer that is not read to its end. The ``openai`` package neither wraps this error nor tries again."""
+    """A successful answer that is compressed or longer than MOST_BYTES. The ``openai`` package does not repeat it."""
 
 
 class JudgeTransport(openai.DefaultAsyncHttpxClient):  # type: ignore[misc]
     """The HTTP client below the ``openai`` package: sends requests with ``key``, or with none if it is empty.
 
-    ``on_request`` receives each request of the package before it is sent. ``on_end`` receives the seconds of each
-    request, from its start to the end of its answer, to its failure or to its cancellation.
+    ``on_request`` receives each request of the package before it is sent, repeats included. ``on_end`` receives the
+    seconds of each request, from its start to the end of its answer, to its failure or to its cancellation.
     """
 
     def __init__(self, key: str, on_request: Callable[[Any], None], on_end: Callable[[float], None]) -> None:
@@ -207,7 +207,7 @@ class JudgeTransport(openai.DefaultAsyncHttpxClient):  # type: ignore[misc]
         self._on_request, self._on_end = on_request, on_end
 
     async def send(self, request: Any, *, stream: bool = False, **options: Any) -> Any:
-        """Send the request with our own headers alone; returns the answer with its whole body."""
+        """Send the request with the headers of this client alone; returns the answer with its body (``_body_of``)."""
         self._on_request(request)
         # The openai package adds headers from OPENAI_ORG_ID, OPENAI_PROJECT_ID and OPENAI_CUSTOM_HEADERS.
         content, extensions = request.content, request.extensions
@@ -221,12 +221,15 @@ class JudgeTransport(openai.DefaultAsyncHttpxClient):  # type: ignore[misc]
                 await response.aclose()
         finally:
             self._on_end(time.monotonic() - began)
-        # The openai package looks for its own headers in the request.
+        # With the package's own request: the package reads the headers that it has set there.
         return type(response)(response.status_code, headers=response.headers, content=body, request=request)
 
 
 async def _body_of(response: Any) -> bytes:
-    """Read the body of an answer; that of a failed request is cut. Raises AnswerRefused."""
+    """Read the body of an answer. Raises AnswerRefused.
+
+    The body of an error is cut to MOST_BYTES; it is empty if the server compressed it.
+    """
     body, is_plain = bytearray(), response.headers.pop("Content-Encoding", "identity") == "identity"
     async for part in response.aiter_raw():
         body += part

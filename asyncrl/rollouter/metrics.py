@@ -21,7 +21,7 @@ rollouter.counter(
     "rollout/failed_alone", "groups", "groups that failed because engines died too often while they ran alone"
 )
 rollouter.counter(
-    "rollout/turns_alone", "turns", "turns of suspects that had the engine alone, as they do after two deaths"
+    "rollout/turns_alone", "leases", "leases of suspects that had the engine alone, as they do after two deaths"
 )
 rollouter.gauge("rollout/in_flight", "trajectories", "leased and not finished, including those without a slot")
 rollouter.gauge("rollout/running", "trajectories", "in the engine")

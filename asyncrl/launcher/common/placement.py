@@ -15,13 +15,13 @@ Between equal hosts the earlier one is chosen. Ranks and replicas are numbered i
 The GPUs of a host go to the learner's ranks first, then to the engines. A rank sees all GPUs of the learner on its host
 and takes one, as under torchrun. An engine sees its own GPUs, and every other actor sees none.
 
-If there are too few GPUs for that, engines also take GPUs of ranks (``placement.share``): those without a rank first.
-Two ranks never share a GPU, because NCCL refuses it, and two engines never do, because each would get half of a KV
-cache. If a run does not fit, the error shows the sum of the GPUs that it needs.
+``placement.share`` says whether an engine may take the GPU of a rank: with "auto" only if there are too few GPUs
+without a rank. Two ranks never share a GPU, because NCCL refuses it, and two engines never do, because each would get
+half of a KV cache. If a run does not fit, the error shows how many GPUs it needs.
 
-Engines and ranks with a GPU get an even share of their host's threads. Ranks that train on the CPU share all cores,
-because engines are mostly idle while a slow learner trains. So the last bits of a learner's results depend on the cores
-and ranks of its host, or on learner.threads, but not on the number of engines. Other actors get one thread.
+Ranks with a GPU, and all engines, get an even share of their host's threads. Ranks that train on the CPU share all
+cores, because engines are mostly idle while a slow learner trains. So the last bits of a learner's results depend on
+the cores and ranks of its host, or on learner.threads, but not on the number of engines. Other actors get one thread.
 """
 
 from __future__ import annotations

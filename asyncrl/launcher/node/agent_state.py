@@ -127,7 +127,7 @@ class AgentState:
     """Whether the present controller has answered."""
     _answer_by: float | None = None
     """Time by which a controller that was started must have answered; None if it has or there is no such limit."""
-    _has_run: bool = False
+    _has_begun: bool = False
     """Whether the run has left its starting phase."""
     _answered_at: float = 0.0
     _unanswered_calls: int = 0
@@ -320,7 +320,7 @@ class AgentState:
             instructions = self.controller_found(now) or instructions
         self._note_answer(now)
         self._has_checkpoint |= state.checkpoint >= 0
-        self._has_run |= state.phase in ("running", "preempting")
+        self._has_begun |= state.phase in ("running", "preempting")
         if state.phase == "preempting" and not (self._stop_asked or self.ending):
             # This host remembers it, because a successor does not know that the run was preempted.
             self._begin_preemption(state.reason, now)
@@ -335,7 +335,7 @@ class AgentState:
             log = state.log or self.logs.get(actor)
             self.failure = ActorFailed(actor, state.reason, log=log, exit_code=state.exit_code)
         elif state.exit_code == 0:
-            self.finished_run = self._has_run = True
+            self.finished_run = self._has_begun = True
         else:
             self.stopped = self.stopped or state.reason
             self.preempted = state.exit_code == PREEMPTED_EXIT_CODE
@@ -343,10 +343,10 @@ class AgentState:
         return []
 
     def stop(self, reason: str, now: float) -> list[Instruction]:
-        """End the run in order, through the controller. Kill all if that is impossible, or at a second request.
+        """End the run in order, through the controller. Kill all actors at a second request.
 
-        It is impossible while the run is starting or the controller is away. An earlier ``preempt`` counts as a first
-        request.
+        The first request kills them too if the run is still starting, or if the present controller has never answered.
+        An earlier preemption counts as a first request.
         """
         if self._stop_asked:
             return self.kill(reason, now)
@@ -355,19 +355,19 @@ class AgentState:
             return []
         self.stopped = reason
         self._begin_end(now)
-        return [StopRun(reason=reason)] if self._reachable and self._has_run else self._kill(now)
+        return [StopRun(reason=reason)] if self._reachable and self._has_begun else self._kill(now)
 
     def preempt(self, reason: str, now: float) -> list[Instruction]:
-        """Preempt the run: ask the controller for a checkpoint and the end. A run that is still starting is stopped.
+        """Preempt the run: ask the controller for a checkpoint and the end. Kill the actors of a run that still starts.
 
-        Does nothing after an earlier request to stop or preempt.
+        Does nothing after an earlier request to stop or preempt, or if the run is ending.
         """
         if self._stop_asked or self.ending:
             return []
-        if not self._has_run:
+        if not self._has_begun:
             return self.stop(reason, now)
         self._begin_preemption(reason, now)
-        # A controller that is away is asked once it answers.
+        # A controller that has never answered is asked once it does.
         return [StopRun(reason=reason, preempt=True)] if self._reachable else []
 
     def _begin_preemption(self, reason: str, now: float) -> None:
@@ -383,7 +383,7 @@ class AgentState:
         """Kill everything at once. If there is a checkpoint, the run counts as preempted."""
         if not self.ending:
             self.stopped = reason
-            self.preempted = self._has_run and self._has_checkpoint
+            self.preempted = self._has_begun and self._has_checkpoint
         return self._kill(now)
 
     def leave(self, within_s: float, now: float) -> list[Instruction]:
@@ -530,7 +530,7 @@ class AgentState:
             self._restarts.clear()
             self._unexplained.clear()
             grace = self.policy.drain_s
-            self.deadline = now + (grace if self._has_run else min(grace, NEVER_RAN_GRACE_S))
+            self.deadline = now + (grace if self._has_begun else min(grace, NEVER_RAN_GRACE_S))
 
     def _kill(self, now: float) -> list[Instruction]:
         """Begin the end, and kill everything without waiting for the deadline."""

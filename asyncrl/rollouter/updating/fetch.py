@@ -272,7 +272,7 @@ class _Stream:
         """
         # The parameter server gets the whole deadline, because a repeated call would queue the chunk again.
         timeout_s = self._weights.deadline_s * (1 if source.name == PARAMETER_SERVER else SILENT_SHARE)
-        # The turn names one fetch of the source, which refuses if it has begun another (_Arriving.turn).
+        # The turn names one fetch of the source, which refuses if it has begun another (_Held.turn).
         asked = msgspec.structs.replace(request, turn=source.turn)
         chunk: Chunk = await self._call(source.name, asked, timeout_s)
         index = request.bucket
@@ -336,11 +336,11 @@ def _write(segment: Segment, request: FetchChunk, chunk: Chunk) -> None:
 
 
 @dataclass(slots=True)
-class _Arriving:
+class _Held:
     """A version that the relay holds, whole or in part."""
 
     turn: int
-    """Place of this fetch in the chain of replicas: above those of all earlier fetches (parameter_server/conductor.py).
+    """Place of this fetch in the chain: above all fetches before it (parameter_server/conductor.py).
 
     A replica requests chunks only from fetches of lower turns, so two replicas never wait for each other. A request
     must name the turn: once the replica has begun another fetch, requests for this one are refused."""
@@ -355,9 +355,9 @@ class Relay:
     """Serves the chunks of fetched versions to other replicas; see the module's docstring. Used from the event loop."""
 
     def __init__(self) -> None:
-        self._versions: dict[int, _Arriving] = {}
+        self._versions: dict[int, _Held] = {}
         self._closing = ThreadPoolExecutor(1, thread_name_prefix="relay")
-        """The thread that closes descriptors, which may free the memory."""
+        """The thread that closes descriptors: that may free the memory, which takes long."""
         self._changed = ParkingLot()
         """Requests for chunks that have not arrived; woken when a chunk arrives and when a version is dropped."""
 
@@ -368,7 +368,7 @@ class Relay:
         """
         for other in [other for other, held in self._versions.items() if other == version or not held.whole]:
             self._drop(other)
-        self._versions[version] = _Arriving(turn)
+        self._versions[version] = _Held(turn)
 
     def arrived(self, chunk: FetchChunk, descriptor: int, checksum: int) -> None:
         """Note a verified chunk, in its bucket's memory at ``descriptor``. Raises OSError if descriptors run out."""
