@@ -2,7 +2,7 @@
 
 An emitted metric that is not in the catalogue is an error. Tests open more files and sockets than many shells allow,
 so the limit is raised. Their processes use one BLAS thread each: numpy's threads would spin at every start, and no
-test here multiplies with them.
+test here multiplies with them. pydantic looks for no plugins, or each process would read the metadata of all packages.
 
 When several workers share the tests, the longest tests start first. In the runs on the real vLLM, updates must meet
 trajectories that still run, which happens less often on a busy machine. One of these runs starts first, together with
@@ -32,6 +32,7 @@ from asyncrl.observe import logging
 
 os.environ["ASYNCRL_STRICT_METRICS"] = "1"
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
 _MOST_DESCRIPTORS = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (_MOST_DESCRIPTORS, _MOST_DESCRIPTORS))
@@ -87,6 +88,11 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """At the interpreter's exit some modules report objects that were not collected."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)

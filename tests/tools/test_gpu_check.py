@@ -232,6 +232,7 @@ def test_memory_is_judged_by_the_checkpointing_that_the_trainer_chose(total, kin
         return plan(policy, scoring, config, gpu, *others)
 
     monkeypatch.setattr(sharding, "plan_memory", plan_on_a_gpu)
+    monkeypatch.setattr(learner_rate, "STEPS", 1)
     folder = save_small_model(tmp_path / "model")
     found = learner_rate.measure(str(folder), 128, compiled=False, device="cpu")
     config = learner_rate.configuration(str(folder), 128, compiled=False, device="cpu")

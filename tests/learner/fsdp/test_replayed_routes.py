@@ -80,10 +80,16 @@ def _metrics(backend: Any, config: Any, groups: list[Group]) -> dict[str, float]
     return metrics
 
 
+@pytest.fixture(scope="module")
+def noisy(tmp_path_factory) -> tuple[Path, list[Group]]:
+    """A mixture of experts, and groups that an engine with other routers has sampled."""
+    folder = tmp_path_factory.mktemp("noisy")
+    return save_family(folder / "model", make_family("Qwen3Moe", tied=False)), _sample(folder, noise=0.01)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_replayed_routes_keep_the_log_probs_of_the_engine(ranks: int, tmp_path: Path, run) -> None:
-    folder = save_family(tmp_path / "model", make_family("Qwen3Moe", tied=False))
-    groups = _sample(tmp_path, noise=0.01)
+def test_replayed_routes_keep_the_log_probs_of_the_engine(ranks: int, noisy, run) -> None:
+    folder, groups = noisy
     found = {
         routes: run(make_config(folder, ranks=ranks, routes=routes), _metrics, groups)[0]
         for routes in ("replay", "compare")

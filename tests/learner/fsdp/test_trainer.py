@@ -46,7 +46,8 @@ def _train(backend, config) -> tuple[list[dict[str, float]], dict[str, torch.Ten
     return metrics, weights_of(backend.publish(1).result()), [len(only(plan).ranks[0]) for plan in plans]
 
 
-def _reference(folder: Path) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
     """The same steps as one would write them down: float64, one sequence at a time, no packing, no ranks."""
     model = exact_model(folder)
     decays = [p for p in model.parameters() if p.ndim > 1]
@@ -96,12 +97,11 @@ def _reference(folder: Path) -> tuple[list[dict[str, float]], dict[str, np.ndarr
         (2, {"activation_checkpointing": "selective", "offload": True}, 2),
     ],
 )
-def test_training_does_not_depend_on_the_micro_batches(ranks, extra, micro_batches, folder, run) -> None:
+def test_training_does_not_depend_on_the_micro_batches(ranks, extra, micro_batches, folder, reference, run) -> None:
     config = make_config(folder, ranks=ranks, budget=50, **HYPER, **extra)
     (metrics, weights, counts), followers = run(config, _train)
     assert followers == [None] * (ranks - 1)
     assert counts[0] >= micro_batches
-    reference = _reference(folder)
     for found, expected in zip(metrics, reference[0], strict=True):
         assert {name: found[name] for name in expected} == pytest.approx(expected, rel=2e-4, abs=1e-6)
         assert found["learner/lr"] == 3e-3
