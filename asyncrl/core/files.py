@@ -30,6 +30,8 @@ FILE_SUFFIX = re.compile(r"\.(jsonl?|ndjson|parquet|csv|tsv|txt|arrow|gz|zst|saf
 """Suffix of a file's name. A name with such a suffix is not that of a repository of the hub."""
 
 CHUNK_BYTES = 4 << 20
+LOCAL_LOCKS = re.compile(r"\b(local_lock=(all|flock)|localflock|nolock)\b")
+"""Mount options with which a host does not see the locks of other hosts."""
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
@@ -257,6 +259,26 @@ def lock_is_free(path: Path) -> bool:
             return is_free
     except OSError as error:
         return isinstance(error, FileNotFoundError)
+
+
+def are_locks_shared(path: Path, mounts: str | None = None) -> bool:
+    """Whether a lock that is free here is free on every host, by the mount options of the file system at ``path``.
+
+    ``mounts`` is the text of /proc/self/mountinfo; by default it is read.
+    """
+    if mounts is None:
+        try:
+            mounts = Path("/proc/self/mountinfo").read_text()
+        except OSError:
+            return False
+    innermost, options = "", ""
+    for line in mounts.splitlines():
+        mount, _, kind = line.partition(" - ")
+        place = mount.split()[4]
+        # The innermost mount counts. If several are at one place, the last counts, because it covers the others.
+        if path.absolute().is_relative_to(place) and len(place) >= len(innermost):
+            innermost, options = place, f"{mount} {kind}"
+    return not LOCAL_LOCKS.search(options)
 
 
 def from_json(text: str | bytes) -> Any:

@@ -4,8 +4,8 @@ A segment is a stream of MessagePack arrays [wall (Unix, s), body]. The body is 
 with Zstandard. If the complete segments together exceed ``most_bytes``, two neighbouring segments are merged, and every
 second snapshot of the two is dropped. The pair with the shortest time between snapshots is merged first, and the oldest
 among equal pairs. So the recording covers a run of any length, its past more coarsely. Invariant: in a segment with a
-torn end, every snapshot before that end can be read. Raises OSError if a write fails; the reader skips unreadable
-parts.
+torn end, every snapshot before that end can be read. Raises OSError if a write fails. The reader reads each segment up
+to its first unreadable entry, and raises PermissionError.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Recorder:
     def record(self, wall: float, snapshot: bytes) -> None:
         """Append a snapshot in MessagePack, taken at ``wall``; end the segment if it is large enough, and ``_thin``.
 
-        Raises OSError; the recording then lacks this snapshot.
+        Raises OSError if the snapshot was not written, or if ``_thin`` failed after that.
         """
         if self._path is None:
             self._begin()
@@ -152,7 +152,7 @@ def _append(path: Path, body: bytes) -> None:
 
 
 def read_bodies(run_dir: Path) -> Iterator[tuple[float, bytes]]:
-    """Yields (wall, body for ``decode``) of all recorded snapshots, in order of the segments, each once."""
+    """Yields (wall, body for ``decode``) of all recorded snapshots, in the order of the segments, each once."""
     seen: set[float] = set()
     for segment in segments(run_dir):
         for wall, body in _entries(segment.path):
@@ -179,7 +179,7 @@ def read_latest(run_dir: Path, seconds: float) -> list[tuple[float, bytes]]:
 
 
 def last_recorded(run_dir: Path, attempt: int) -> Snapshot | None:
-    """Return the newest readable snapshot of an attempt, from its newest LOOK_BACK segments; else None."""
+    """Return the newest readable snapshot of the newest attempt, from its newest LOOK_BACK segments; else None."""
     own = [segment for segment in segments(run_dir) if segment.attempt == attempt]
     for segment in reversed(own[-LOOK_BACK:]):
         for _, body in reversed(deque(_entries(segment.path), maxlen=LOOK_BACK)):

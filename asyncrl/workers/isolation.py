@@ -1,13 +1,13 @@
 """Isolates users' code from the run. As a probe, ``python -m asyncrl.workers.isolation RUN`` isolates itself and ends
 with exit code 0 or with the reason why isolation is impossible here.
 
-An isolated process has its own user namespace and mount namespace, no capabilities in them, and cannot gain any
-(no_new_privs). An empty file system, the *cover*, is mounted over each private folder of the run. Invariant: the
-process and its descendants find the private folders empty, and cannot remove the covers in a further namespace. The
-kernel forbids them to inspect or trace a process outside (memory, environment, descriptors), since that is in another
-user namespace. Other files stay the same: same user, same groups, same folders. For root, all ids are mapped and root's
-access to files is kept, or root could not use other users' files. Fails with OSError if the system denies such
-namespaces, and in a process with threads.
+An isolated process has its own user namespace and mount namespace. It has no capabilities in them, but for root's
+access to files, and can gain none (no_new_privs). An empty file system, the *cover*, is mounted over each private
+folder of the run. Invariant: the process and its descendants cannot open the private folders (root finds them empty),
+nor remove the covers in a further namespace. The kernel forbids them to inspect or trace a process outside (memory,
+environment, descriptors), since that is in another user namespace. Other files stay the same: same user, same groups,
+same folders. For root, all ids are mapped and root's access to files is kept, or root could not use other users' files.
+Fails with OSError if the system denies such namespaces, and in a process with threads.
 
 Without capabilities, root cannot map its ids into a further namespace, which a sandbox (sandbox/jail.py) needs. So an
 isolated process of root keeps a user namespace below its own for sandboxes, in which only root and NOBODY are mapped.

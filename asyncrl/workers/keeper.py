@@ -49,7 +49,7 @@ END_S = 0.8
 def main() -> None:
     """Read the first frame, run the program, kill all processes that are left, and report.
 
-    Does nothing if the actor closes the socket, or asks for the end, before the program is started.
+    Does nothing if the actor closes the socket before that frame, or asks for the end together with it.
     """
     isolation.obey(sys.argv[1:])
     for number in IGNORED:

@@ -305,7 +305,7 @@ class WorkerPool(Generic[P]):
         if all(place.failed_starts >= MAX_START_FAILURES for place in self._places):
             self.give_up(self._failure(f"has no worker process left: {reason}"))
             return
-        pause_s = backoff(FIRST_BACKOFF_S, place.failed_starts, LONGEST_BACKOFF_S)
+        pause_s = backoff(FIRST_BACKOFF_S, place.failed_starts - 1, LONGEST_BACKOFF_S)
         place.restart = self._loop.call_later(pause_s, self._launch, place)
 
     def _handle_end(self, place: P, process: WorkerProcess, reason: str) -> None:

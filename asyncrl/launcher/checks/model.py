@@ -1,6 +1,6 @@
 """Checks that the model's folder is readable, whole, trainable and served by the engine; its size and context length.
 
-Only the headers of weight files are read, never a tensor (weights.py).
+Only the headers of safetensors files are read, never a tensor. A .bin file is not opened; only its size is used.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ KEY = "model.path"
 
 
 def measure(folder: Path, lora: LoraConfig | None = None) -> ModelSize:
-    """Check all weight files of the folder and return the model's size.
+    """Check the safetensors files of the folder, and return the model's size.
 
-    With ``lora``, the size includes an estimate of its adapters. Raises Unreadable (or its subclass Untrainable), and
-    OSError.
+    With ``lora``, the size includes an estimate of the adapters of safetensors files. Raises Unreadable (or its
+    subclass Untrainable), and OSError.
     """
     parameters = size = adapters = 0
     for file, indexed in weight_files(folder).items():
@@ -113,6 +113,10 @@ def check_window(config: Config) -> Finding | None:
     need = config.rollout.engine_context or config.longest_sequence
     if window is None or need <= window:
         return None
+    if config.rollout.engine_context:
+        key = f"rollout.{config.rollout.traits.context_key}"
+        text = f"{key} = {need} is more than the model's max_position_embeddings = {window}"
+        return fail("model", text, f"lower it to {window}", key=key)
     text = (
         f"the model has max_position_embeddings = {window}, and a prompt of up to data.max_prompt_tokens = "
         f"{config.longest_prompt} and a response of up to rollout.max_tokens = {config.rollout.max_tokens} "

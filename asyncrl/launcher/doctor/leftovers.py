@@ -29,15 +29,13 @@ from asyncrl.checkpoint.folder import checkpoint_dir, is_leftover
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.load import config_from_json
 from asyncrl.core.errors import ConfigError
-from asyncrl.core.files import lock_is_free
+from asyncrl.core.files import are_locks_shared, lock_is_free
 from asyncrl.core.formatting import name_some
 from asyncrl.launcher.checks.findings import Finding, ok, warn
 from asyncrl.launcher.run_folder.private import CONFIG, LOCK, PART, PRIVATE, remove_if_abandoned
 
 SCRATCH = "asyncrl-engine-"
 SCRATCH_LOCK = "lock"
-LOCAL_LOCKS = re.compile(r"\b(local_lock=(all|flock)|localflock|nolock)\b")
-"""Mount options with which a host does not see the locks of other hosts."""
 TITLE = re.compile(r"asyncrl ([a-z_]+/\d+ |reward worker|episodes worker)|.* -m asyncrl\.workers\.(keeper|warden) ")
 """Command line of an actor's process or of one of its workers."""
 ENGINE_TITLES = tuple(traits.process_title for traits in ENGINES.values() if traits.process_title)
@@ -126,26 +124,6 @@ def remove(leftover: Leftover) -> bool:
 def is_held(run: Path | None) -> bool:
     """Whether the lock of any private folder of this run is held or cannot be read; False for None."""
     return run is not None and any(not lock_is_free(lock) for lock in run.glob(f"{PRIVATE}*/{LOCK}"))
-
-
-def are_locks_shared(path: Path, mounts: str | None = None) -> bool:
-    """Whether a lock that is free here is free on every host, by the mount options of the file system at ``path``.
-
-    ``mounts`` is the text of /proc/self/mountinfo; by default it is read.
-    """
-    if mounts is None:
-        try:
-            mounts = Path("/proc/self/mountinfo").read_text()
-        except OSError:
-            return False
-    innermost, options = "", ""
-    for line in mounts.splitlines():
-        mount, _, kind = line.partition(" - ")
-        place = mount.split()[4]
-        # The innermost mount counts. If several are at one place, the last counts, because it covers the others.
-        if path.absolute().is_relative_to(place) and len(place) >= len(innermost):
-            innermost, options = place, f"{mount} {kind}"
-    return not LOCAL_LOCKS.search(options)
 
 
 def _private_folders(runs: Path) -> Iterator[Leftover]:

@@ -1,8 +1,8 @@
-"""Finds differences between hosts that prevent a run though each host is fine by itself. Pure: offers in, findings out.
+"""Compares the offers of several hosts: machines, clocks, packages, models, GPUs, links. Pure: offers in, findings out.
 
-The launcher compares identities; asyncrl-doctor compares everything. Offers are compared with the head's, and a finding
-names the host that differs. Links are tried between all pairs of hosts, and a finding about a closed link names its
-source.
+The launcher compares identities with each other; asyncrl-doctor compares everything. Clocks, packages and models are
+compared with the head's, and a finding names the host that differs. Links are tried between all pairs of hosts, and a
+finding about a closed link names its source.
 """
 
 from __future__ import annotations

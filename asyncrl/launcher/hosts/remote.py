@@ -51,6 +51,7 @@ from asyncrl.launcher.run_folder.private import (
     is_live,
     remove_abandoned,
     remove_part,
+    remove_private,
 )
 from asyncrl.rpc.linux import children_of, host_id
 
@@ -160,7 +161,7 @@ def _become_guard(spec: HostSpec) -> NoReturn:
         os.execv(sys.executable, [sys.executable, "-m", GUARD, str(private), str(lock)])
     finally:
         # This runs only if the guard could not be started: execv does not return.
-        shutil.rmtree(private, ignore_errors=True)
+        remove_private(private)
         if not shared:
             remove_part(run_dir)
 

@@ -27,7 +27,7 @@ from asyncrl.config.load import config_to_json, with_values
 from asyncrl.core.errors import UsageError
 from asyncrl.core.files import replace_file
 from asyncrl.launcher.common.agent_messages import agent_name
-from asyncrl.launcher.run_folder.private import CONFIG, PRIVATE, hold_private
+from asyncrl.launcher.run_folder.private import CONFIG, PRIVATE, hold_private, remove_private
 from asyncrl.rpc.wire.keys import LAUNCHER, VIEWER, Keyring, make_keyring
 
 SEALING = ("dataloader/0", "learner/0")
@@ -199,5 +199,5 @@ def private_folder(folder: RunFolder, config: Config, files: Mapping[str, Any] |
     try:
         yield lock
     finally:
-        shutil.rmtree(folder.private, ignore_errors=True)
+        remove_private(folder.private)
         os.close(lock)

@@ -1,12 +1,13 @@
-"""The private folder of a host, which exists only while the run is live there, and the host's part of the run folder.
+"""The private folder of a host, which a run makes and removes there, and the host's part of the run folder.
 
-A private folder holds the actors' credentials and a lock (flock).
+A private folder holds the actors' credentials, a lock (flock), and on the head the controller's address.
 
 Invariant: it appears with the lock held, by one atomic rename that fails if another run holds the folder. So of two
 launchers that resume a run at the same moment, one is refused. The kernel releases the lock when the last process that
-holds it ends. So a folder whose lock is free belongs to a run that was killed, and the next start removes it.
+holds it ends. So a folder whose lock is free belongs to a run that was killed, and the next start removes it. On mounts
+where hosts do not see the locks of one another, only the host that made the folder removes it.
 
-Hosts may not share the head's run folder. Then each makes a folder of its own for its part of the run.
+A host that does not see the head's run folder makes a folder of its own for its part of the run.
 
 Nothing heavy is imported, because a host's entry point has to answer at once.
 """
@@ -18,13 +19,14 @@ import errno
 import fcntl
 import os
 import shutil
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from asyncrl.checkpoint import DIGESTS
 from asyncrl.core.errors import UsageError
-from asyncrl.core.files import try_lock
+from asyncrl.core.files import are_locks_shared, from_json, try_lock
 from asyncrl.launcher.common.agent_messages import private_name
 from asyncrl.rpc.wire.keys import write_credentials
 
@@ -34,6 +36,8 @@ PART = "part_of_run"
 PRIVATE = private_name(0)
 LOCK = "lock"
 """Names of the head's private folder and of the lock in a private folder."""
+HOST = "host.json"
+"""File in a private folder with the name of the host that made it."""
 RUN_ID = "run_id"
 """File in an attempt's folder of logs, for several hosts: a host that reads the id there shares the run folder."""
 
@@ -41,12 +45,12 @@ RUN_ID = "run_id"
 def hold_private(private: Path, run_id: str, files: Mapping[str, Any]) -> int:
     """Make a host's private folder with the key files ``files``, and return the descriptor of its held lock.
 
-    Raises UsageError if the folder exists, because another run is live in it; callers first remove those of killed
-    runs (``remove_abandoned``). Raises OSError.
+    Raises UsageError if the folder exists and is not empty, because another run is live in it; callers first remove
+    those of killed runs (``remove_abandoned``). Raises OSError.
     """
     made = private.with_name(f"{private.name}-{run_id}")
     try:
-        write_credentials(made, files)
+        write_credentials(made, {**files, HOST: socket.gethostname()})
         lock = os.open(made / "lock.new", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -96,10 +100,22 @@ def remove_abandoned(parent: Path) -> list[Path]:
 
 
 def remove_if_abandoned(private: Path) -> bool:
-    """Remove a private folder whose lock is free. Returns whether it was removed; False if the lock cannot be read."""
+    """Remove a private folder whose lock is free. Returns whether it was removed; False if the lock cannot be read.
+
+    A folder of another host stays if this host does not see that host's locks.
+    """
     # The lock is held during the removal, so that no launcher takes the folder over.
-    with contextlib.suppress(OSError), try_lock(private / LOCK) as is_free:
-        if is_free:
-            shutil.rmtree(private, ignore_errors=True)
+    with contextlib.suppress(OSError, ValueError), try_lock(private / LOCK) as is_free:
+        if is_free and (are_locks_shared(private) or from_json((private / HOST).read_bytes()) == socket.gethostname()):
+            remove_private(private)
             return True
     return False
+
+
+def remove_private(private: Path) -> None:
+    """Remove a private folder, its lock last, so that the next start finds what an interrupted removal has left."""
+    with contextlib.suppress(OSError):
+        for path in private.iterdir():
+            if path.name != LOCK:
+                path.unlink()
+    shutil.rmtree(private, ignore_errors=True)

@@ -62,20 +62,21 @@ class PeerConnection(ABC):
         """Ids of the HELLOs on this connection that are not answered yet."""
         self._hello_timer: asyncio.TimerHandle | None = None
         self._hellos = 0
-        """Number of HELLOs since the last WELCOME or the last loss of the connection."""
+        """Number of HELLOs since the last WELCOME, or since the connection was opened or lost."""
         self._resolving: asyncio.Task[None] | None = None
         """Task that asks the registry for the peer's address."""
         self._closed = False
         self._reached = asyncio.Event()
         """Set while the peer is ready."""
         self._unreached_since: float | None = None
-        """Time at which the peer last became unreached (s); None if it never was, or no connection is wanted."""
+        """Start of the newest time unreached (s), which a connection that was not proven does not end. None before the
+        first, and if no connection is wanted."""
         self._welcomed_at = 0.0
         """Time of the newest WELCOME (s)."""
         self._is_proven = False
-        """Whether a message other than a WELCOME has come over the present connection."""
+        """Whether a reply or an error has come since the newest WELCOME, other than hello_required."""
         self._flaps = False
-        """Whether the connection before this one was lost before it was proven."""
+        """Whether the last connection was lost before it was proven, and no later one of its incarnation is proven."""
 
     # --- for the subclass ---
 
@@ -258,7 +259,7 @@ class PeerConnection(ABC):
         self._reached.clear()
 
     def _mark_proven(self) -> None:
-        """Note that a message other than a WELCOME has come over the connection."""
+        """Note that a reply or an error has come over the connection."""
         self._is_proven, self._flaps = True, False
 
     @property

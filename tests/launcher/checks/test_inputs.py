@@ -131,6 +131,15 @@ def test_the_longest_sequence_must_fit_into_the_models_positions(model, changes,
         assert "take 2048 tokens" in found.detail and "rollout.max_tokens = 1024" in found.detail
 
 
+def test_a_configured_context_must_fit_into_the_models_positions(model):
+    (model / "config.json").write_text(json.dumps({"max_position_embeddings": 2048}))
+    rollout = {"gpus_per_replica": 0, "vllm": {"max_model_len": 4096}}
+    config = validate_config({"model": {"path": str(model)}, "data": {"source": "synthetic"}, "rollout": rollout})
+    found = check_window(config)
+    assert (found.result, found.key) == ("fail", "rollout.vllm.max_model_len")
+    assert "4096 is more than the model's max_position_embeddings = 2048" in found.detail
+
+
 LONG = {"rope_type": "longrope"}
 GPT2 = {"architectures": ["GPT2LMHeadModel"]}
 

@@ -13,10 +13,10 @@ import pytest
 from run_settings import simulated_run
 
 from asyncrl.config.load import config_to_json
+from asyncrl.core.files import are_locks_shared
 from asyncrl.launcher.doctor import leftovers
 from asyncrl.launcher.doctor.leftovers import (
     Process,
-    are_locks_shared,
     check_leftovers,
     find_leftovers,
     orphans,

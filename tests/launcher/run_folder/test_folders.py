@@ -12,6 +12,7 @@ from run_settings import simulated_run
 
 from asyncrl.config.load import config_from_json
 from asyncrl.core.errors import ConfigError
+from asyncrl.launcher.run_folder import private
 from asyncrl.launcher.run_folder.folders import create_run_folder, private_folder, with_date
 from asyncrl.launcher.run_folder.private import remove_abandoned
 
@@ -80,6 +81,31 @@ def test_only_folders_without_a_process_are_abandoned(tmp_path):
         fcntl.flock(lock, fcntl.LOCK_UN)
         assert remove_abandoned(tmp_path / "runs") == [living.private]
     assert remove_abandoned(tmp_path / "nowhere") == []
+
+
+def test_a_host_removes_only_its_own_folders_if_it_does_not_see_the_locks_of_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(private, "are_locks_shared", lambda path: False)
+    settings = config(tmp_path)
+    here, elsewhere, unknown = (create_run_folder(settings) for _ in range(3))
+    for folder in (here, elsewhere, unknown):
+        os.close(private.hold_private(folder.private, folder.run_id, {}))
+    (elsewhere.private / "host.json").write_text('"another"')
+    (unknown.private / "host.json").unlink()
+    assert remove_abandoned(tmp_path / "runs") == [here.private]
+    assert elsewhere.private.exists() and unknown.private.exists()
+    monkeypatch.undo()
+    assert sorted(remove_abandoned(tmp_path / "runs")) == sorted([elsewhere.private, unknown.private])
+
+
+def test_an_interrupted_removal_is_finished_by_the_next_start(tmp_path, monkeypatch):
+    folder = create_run_folder(config(tmp_path))
+    os.close(private.hold_private(folder.private, folder.run_id, {"run.json": {}}))
+    monkeypatch.setattr(private.shutil, "rmtree", lambda *_, **__: None)
+    private.remove_private(folder.private)
+    monkeypatch.undo()
+    assert [path.name for path in folder.private.iterdir()] == ["lock"]
+    assert remove_abandoned(tmp_path / "runs") == [folder.private]
+    assert not folder.private.exists()
 
 
 def test_a_run_keeps_the_date_of_its_first_start_unless_the_user_gives_one(tmp_path):
