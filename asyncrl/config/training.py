@@ -354,14 +354,14 @@ class LearnerConfig(Section):
     packing: Literal["auto", "required", "off"] = "auto"
     """Pack several sequences per row. auto packs if the start-up check allows it; required refuses the start if not."""
     activation_checkpointing: Literal["auto", "off", "selective", "full"] = "auto"
-    """Recompute activations in the backward pass: all of a layer (full), all but its matrix products (selective), or
-    none. auto is off on CPU, and on CUDA what fits by estimate (docs/learner.md)."""
+    """Recompute activations in the backward pass: all of a layer (full), all but its matrix products and attention
+    (selective), or none. auto is off on CPU, and on CUDA what fits by estimate (docs/learner.md)."""
     offload: bool = False
     """Keep shards of weights, gradients and optimizer states in host memory, and step there."""
     compile: bool = False
     """torch.compile each layer."""
     collective_timeout_s: Seconds = 600.0
-    """Longest wait of a rank for the others, before the run ends."""
+    """Longest wait of a rank for the others. After it all ranks start again."""
     sim: SimLearnerConfig = SimLearnerConfig()
     """The timing model of backend = sim."""
 

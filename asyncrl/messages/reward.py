@@ -21,9 +21,9 @@ Outcome = tuple[float, dict[str, float]]
 """A reward, and its components by name."""
 
 LARGEST = 1e18
-"""Largest magnitude of a reward. The standard deviation of a group squares rewards; larger ones overflow float32."""
+"""Largest magnitude of a reward. Advantages become float32, which holds the square of this number too."""
 MOST_NAMES = 64
-"""Most names of components in a mapping, and in a run."""
+"""Most names of components in a mapping. A run keeps as many, and those that the configuration reads."""
 LONGEST_NAME = 100
 """Most characters of a component's name."""
 LONGEST_JUDGEMENT = 4000
@@ -104,7 +104,7 @@ def read_outcome(value: Any) -> Outcome:
         try:
             name.encode()
         except UnicodeEncodeError:
-            # For example half of an emoji that the function has cut out of a response.
+            # For example half of an emoji, from a JSON escape that the response cut off.
             what = f"returned a mapping with the key {reprlib.repr(name)}, which holds half of a surrogate pair"
             raise BadOutcome(f"{what}; names of components are text that UTF-8 can hold") from None
         if len(name) > LONGEST_NAME:

@@ -1,8 +1,8 @@
 """One worker process, as its actor sees it: starts it, exchanges frames (worker.py), reads its output, ends it.
 
 Works by callbacks of the event loop. Invariant: ``on_end`` is called exactly once for each started process, after it
-was reaped, and is the last callback. Create it in a thread that outlives the process: Linux ends a child with the
-thread that started it. Fails with OSError if no process can be started.
+was reaped, and is the last callback. Create it in a thread that outlives the process: Linux ends a warden with
+the thread that started it. Fails with OSError if no process can be started.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class WorkerProcess:
                     env=confined.env() | ONE_THREAD,
                     pass_fds=[child_end.fileno()],
                     # A process group of its own, so that signals to the actor's group do not end it. It stays in the
-                    # actor's session, so that the node agent finds it after the actor is killed. A keeper ends all of
-                    # its processes by itself, so it may have its own session.
+                    # actor's session, so that the node agent finds it after the actor is killed. A keeper ends its
+                    # processes by itself, and ``_reap`` does if it fails, so it may have its own session.
                     process_group=None if own_session else 0,
                     start_new_session=own_session,
                 )
@@ -270,7 +270,7 @@ def kill_living(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def describe_exit(code: int, memory_key: str) -> str:
-    """Describe the end of a worker process that was not killed, as a verb phrase about the user's code.
+    """Describe the end of a worker process that its actor did not kill, as a verb phrase about the user's code.
 
     ``memory_key`` is the key of its memory limit in the configuration.
     """

@@ -8,9 +8,9 @@ the agents are started, the command withdraws the hosts. If it cannot, the contr
 Then the command shows the events of these hosts and stores their logs, as the run's launcher does, until they have
 ended. They end with the run, or leave it before: by ``--leave``, at the controller's request, or because this command
 is interrupted. At the first signal the controller drains them, except a host with the last rollouter; at the second
-they are killed. Either way the run continues. A lost connection ends nothing.
+they are killed. Either way the run continues. A lost connection ends only the view of that host.
 
-Fails with HostFailed for hosts, and with UsageError for a request that the run refuses.
+Fails with HostFailed for hosts, with ConfigError for the model, and with UsageError for a request that the run refuses.
 """
 
 from __future__ import annotations
@@ -178,8 +178,9 @@ class JoinedHosts:
     # --- their life in the run ---
 
     async def follow(self) -> int:
-        """Follow the hosts until all have ended; returns the largest of their exit codes.
+        """Follow each host until it ends or its connection is lost. Returns the largest exit code.
 
+        A lost connection counts as 1, and so does a host that left without serving.
         After a signal it returns 128 + the signal's number, unless an exit code shows a failure (1, 2 or 78).
         """
         self.interrupts.listen()

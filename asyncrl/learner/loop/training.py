@@ -2,13 +2,14 @@
 
 Supervised warm steps come first: version 0 holds the weights after them.
 
-The loop waits for groups, never for a replica or a checkpoint. In time slices it also waits, for a limited time, until
-the parameter server holds the newest version. Versions are assembled one at a time, while the next step is trained.
-versions.py retries versions that cannot be published; checkpoint_writer.py handles checkpoints that cannot be written.
+The loop waits for groups, for the copy of a checkpoint and for the assembly of the version before, but never for a
+replica or for the write of a checkpoint. In time slices it also waits, for a limited time, until the parameter server
+holds the newest version. Versions are assembled one at a time, while the next step is trained. versions.py retries
+versions that cannot be published; checkpoint_writer.py handles checkpoints that cannot be written.
 
-A version boundary is the moment between two steps at which all trained steps are published. A preempted run takes the
-groups that rollouters still deliver, trains no further step, publishes the steps so far and writes a checkpoint. If
-they cannot be published, the checkpoint holds these steps, and the resumed run publishes them.
+A version boundary is the moment between two steps at which the publication of all trained steps has begun. A preempted
+run takes the groups that rollouters still deliver, trains no further step, publishes the steps so far and writes a
+checkpoint. If they cannot be published, the checkpoint holds these steps, and the resumed run publishes them.
 
 If every trajectory of a step is masked, the step does not count: the optimizer, the step number and the version do not
 change. Its groups are filtered, and others take their places.
@@ -197,8 +198,9 @@ class Training:
     async def finish(self) -> None:
         """Wait for the last evaluations, after the last step.
 
-        Engines get leases of these evaluations only once they serve the last version. If no engine can load that
-        version, it is published again; raises ActorFailed if that fails for too long. A preempted run does not wait.
+        Engines get leases of the evaluations at the end only once they serve the last version. If no engine can load
+        that version, it is published again; raises ActorFailed if that fails for too long. A preempted run waits only
+        until its outcomes are acknowledged.
         """
         self._progress.finished = True
         self._intake.outcomes.finished()

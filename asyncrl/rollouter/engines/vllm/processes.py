@@ -97,14 +97,14 @@ def _lives(process: psutil.Process) -> bool:
 
 
 class ClaimedCores:
-    """CPU cores of this host that are reserved for the threads of one engine on CPU, until they are released.
+    """CPU cores of this host for the threads of one engine on CPU. No other such engine takes them until a release.
 
-    Without this the kernel sometimes runs another process of the run where an engine computes, while other cores idle.
-    A claim is a socket whose name only one socket of the host can have. The kernel closes it when its owner ends, so a
+    Without this the kernel sometimes runs two engines on one core, while other cores idle. A claim is a socket whose
+    name only one socket of the host's network can have. The kernel closes it when its owner ends, so a
     claimed core always becomes free again.
 
-    Invariants: no two engines of this host's network are bound to the same core. The lowest core that a process may
-    use is never claimed. If too few cores are free, no core is claimed.
+    Invariants: until a release, no two engines of this host's network are bound to the same core. The lowest core that
+    a process may use is never claimed. If too few cores are free, no core is claimed.
     """
 
     def __init__(self, cores: Sequence[int], claims: Sequence[socket.socket]) -> None:
