@@ -74,7 +74,7 @@ class Rank0:
     async def setup(self) -> None:
         """Meet the other ranks, restore the newest checkpoint, and make all objects.
 
-        Fails as VersionNumbers, Backend.setup and CheckpointWriter.restore do.
+        Fails as VersionNumbers, find_used, Backend.setup, CheckpointWriter.restore and load_conversations do.
         """
         actor, config, services = self._actor, self._config, self._services
         # First, because no version can be published without the numbers: a failure must come before slow work.

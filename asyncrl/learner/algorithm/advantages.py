@@ -237,7 +237,7 @@ def _finite_rewards(group: ScoredGroup) -> np.ndarray:
 
 
 def checked(name: str, function: Callable[..., Any]) -> Advantage:
-    """Wrap a ``function``, so that its errors and results of the wrong shape raise ConfigError.
+    """Wrap a ``function``, so that its errors and unusable results raise ConfigError.
 
     ``name`` is that of the advantage, for the error. The wrapper returns one float64 [turns] for each trajectory.
     """

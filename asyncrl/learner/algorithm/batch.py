@@ -2,7 +2,7 @@
 
 Pure functions in numpy; torch is not imported. Advantages are computed over whole groups before anything is split.
 
-    loss = (1 / denominator) * sum over all tokens of the step of weight * token loss
+    loss = (1 / denominator) * sum over all tokens of the update of weight * token loss
 
 Weights and the denominator, over all ranks and micro-batches, are fixed here, so the gradient does not depend on how
 the step is cut. Their unit is the trajectory: a fork of its conversation into several sequences changes no weight.
@@ -15,11 +15,11 @@ work and nothing else.
 Every sampled token is trained in exactly one sequence. Context, and tokens repeated from another sequence, are computed
 and have no loss. A sequence without a loss token is not computed. If the objective is a multiple of the advantage, a
 sequence whose advantages are all 0 has no gradient. Its tokens count in the denominator, but it is computed only if
-its update has no other sequence.
+its update has no sequence with a gradient.
 
 A masked trajectory (cut by a limit under ``reward.truncated = "mask"``) counts in the baseline of its group. It counts
-in no loss, no denominator and no statistic of the policy. The same holds for a token staler than ``staleness.max``,
-unless ``staleness.late`` is "train".
+in no loss, no denominator and no statistic of the policy but ``policy/reference_kl``. The same holds for a token staler
+than ``staleness.max``, unless ``staleness.late`` is "train".
 
 A step has one update or several, each from its share of the groups. Advantages are those of the whole step; each update
 has the denominator of its own tokens.
@@ -167,7 +167,7 @@ def token_weight(aggregation: Aggregation, loss_tokens: int) -> float:
 
 
 def step_denominator(aggregation: Aggregation, loss_tokens: Sequence[int], max_tokens: int) -> float:
-    """Denominator of the step's weighted sum; ``loss_tokens`` holds one count (at least 1) for each trajectory.
+    """Denominator of an update's weighted sum; ``loss_tokens`` holds one count (at least 1) for each trajectory.
 
     Under "token" it is the number of loss tokens (DAPO, arXiv 2503.14476, eq. 12). Under "sequence" it is the number of
     trajectories (GRPO, arXiv 2402.03300, eq. 3). Under "constant" it is trajectories * max_tokens (Dr. GRPO, arXiv
@@ -206,7 +206,7 @@ def build_step(
 
     Masked trajectories and late tokens get no loss. An update without a loss token is left out of the plan. With
     ``skip_zero_advantages`` a token of advantage 0 has no gradient (losses.py). A sequence of such tokens is not
-    computed, unless the update has no other.
+    computed, unless the update has only such sequences.
     """
     learner = config.learner
     # The intake checks groups, but not those that a checkpoint has restored.

@@ -55,7 +55,7 @@ def reward_metrics(trained: Sequence[Group], filtered: Sequence[Group], toleranc
 def signal_metrics(trained: Sequence[Group], filtered: Sequence[Group], config: LearnerConfig) -> dict[str, float]:
     """Share of the groups that have a signal; and for each source of a mixture this share and the mean reward.
 
-    The shares are missing if ``learner.signal`` names a component that the rewards lack.
+    The shares are missing if ``learner.signal`` names a component that all rewards of a group lack.
     """
     groups = [*trained, *filtered]
     # The source of a group is "" without a mixture.
@@ -122,7 +122,7 @@ def _episode_metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def observe_staleness(histograms: Histograms, trained: Sequence[Group], version: int, config: StalenessConfig) -> None:
-    """Add the trained tokens and groups to the histograms of staleness, when the newest version is ``version``.
+    """Add the trained groups and their sampled tokens to the histograms of staleness, under version ``version``.
 
     Late tokens that are not trained are left out of ``staleness/tokens``, but count in ``staleness/groups``.
     """

@@ -2,7 +2,7 @@
 
 A TokenBatch has one entry for each token that has a loss, and none for context. Tokens of a sequence are side by side.
 Invariant: only ``logprobs`` and ``entropies`` have a gradient, so a value made of other fields is a constant. A loss
-keeps NaN and infinity, so that the update is refused.
+keeps NaN, so that the update is refused.
 
 A loss is a function of a TokenBatch and its options. It returns its token losses, float32 [N] with a gradient, and
 named sums over tokens, scalars without a gradient. The sums appear as ``loss/NAME``, divided by the number of tokens. A
@@ -76,7 +76,7 @@ class TokenBatch:
     advantages: Tensor
     """Advantage: float32 [N]."""
     weights: Tensor
-    """Weight in the sum that is divided by the step's denominator (batch.py): float32 [N]; 0 in a filler."""
+    """Weight in the sum that is divided by the update's denominator (batch.py): float32 [N]; 0 in a filler."""
     segments: Tensor
     """Index of the sequence that each token belongs to: int64 [N], ascending from 0."""
     sequences: int
@@ -84,7 +84,7 @@ class TokenBatch:
     staleness: Tensor
     """Staleness, versions: int32 [N]; -1 where the engine's log-prob is of no single version."""
     reference: Tensor | None = None
-    """Log-prob under the frozen reference: float32 [N]; None without the trait ``reference`` and without a KL."""
+    """Log-prob under the frozen reference: float32 [N]; None unless the objective needs it."""
     teacher: Tensor | None = None
     """Log-prob under the teacher: float32 [N]; None unless the loss has the trait ``teacher``."""
 
@@ -133,7 +133,7 @@ class Traits:
     teacher: bool = False
     """Whether the loss needs the teacher's log-probs."""
     multiple_of_advantage: bool = False
-    """Whether a token of advantage 0 has no gradient. A sequence of only such tokens is then not computed."""
+    """Whether a token of advantage 0 has no gradient. A sequence of only such tokens may then be left out."""
 
 
 _Function = TypeVar("_Function", bound=Callable[..., TokenLosses])

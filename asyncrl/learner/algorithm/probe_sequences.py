@@ -1,7 +1,8 @@
 """Probe sequences: the learner and the engines score them, and the log-probs must agree.
 
-Before the first step they are the run's prompts, afterwards prompts with responses. Invariant: the same step chooses
-the same sequences. Each fits into the smallest context that an engine may have, with room for one sampled token. Pure.
+Before the first step of each start they are the run's prompts, then prompts with responses. Invariant: the same step
+chooses the same sequences. Each fits into the smallest context that an engine may have, with room for one sampled
+token. Pure.
 """
 
 from __future__ import annotations

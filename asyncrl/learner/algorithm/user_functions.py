@@ -1,7 +1,7 @@
 """The loss and the advantage of a run: a built-in function by its name, or the user's own as MODULE:FUNCTION.
 
-A run looks up both functions once, at its start. Before that the launcher tries them on made-up tokens in a separate
-process (``problems_of``), since the user's code may do anything when it is imported.
+The learner looks up both functions at each start. Before the run the launcher tries all but the defaults on made-up
+tokens in a separate process (``problems_of``), since the user's code may do anything when it is imported.
 
 Fails with ConfigError, which names the key, for a function that does not exist or does not take its options. A user's
 function itself raises ConfigError when a call fails or returns something of the wrong form (``CheckedLoss``).

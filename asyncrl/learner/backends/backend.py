@@ -111,8 +111,8 @@ class Backend(Protocol):
     def setup(self, host: str, port: int) -> None:
         """Meet the other ranks, load the model and check it.
 
-        Raises ConfigError, which names the key, when the model cannot be loaded or fails the check under ``packing =
-        "required"``. Raises DeadlineExceeded when a rank is late.
+        Raises ConfigError, which names the key, for example when the model cannot be loaded or fails the check under
+        ``packing = "required"``. Raises DeadlineExceeded when a rank is late.
         """
 
     def train(self, plan: StepPlan) -> dict[str, float]:

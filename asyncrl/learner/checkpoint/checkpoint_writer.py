@@ -7,8 +7,8 @@ one, which waits.
 A checkpoint is not begun if the disk lacks room for it, because a full disk would break metrics and logs too. Training
 begins another one at the first version boundary at which the writer ``has_room_again``.
 
-``restore`` passes over damaged checkpoints, and fails with CheckpointError if none is whole. If a checkpoint cannot be
-written, its files are removed, the failure is reported, the last complete checkpoint stays, and training continues.
+``restore`` passes over damaged checkpoints, and fails with CheckpointError if all are damaged. If a checkpoint cannot
+be written, its files are removed, the failure is reported, the last complete checkpoint stays, and training continues.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class CheckpointWriter:
     ) -> None:
         """``report`` sends a message to the controller until it is answered."""
         self.is_trained = False
-        """Whether the last step is trained. Then FinalWrites notifies the user of a failed write."""
+        """Whether the run trains no further step. Then FinalWrites notifies the user of a failed write."""
         self.newest: Kept | None = None
         """The newest complete checkpoint, restored or written; None before the first."""
         self.failed: FailedWrite | None = None

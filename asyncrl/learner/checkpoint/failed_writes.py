@@ -40,7 +40,7 @@ class FailedWrite:
     free: int | None = None
     """Free bytes on the disk after the failure; None if the disk was not full or reports none."""
     older: Sequence[str] = ()
-    """On a full disk, names of the complete checkpoints that the user may remove: all except the newest. Else empty."""
+    """If a checkpoint found the disk full, names of the complete ones that may be removed: all except the newest."""
 
     @property
     def lacks_room(self) -> bool:

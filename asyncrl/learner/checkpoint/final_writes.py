@@ -3,7 +3,7 @@
 Both wait for room on a full disk, within ``checkpoint.room_wait_s``, or a share of ``preempt.grace_s`` in a preempted
 run. If the disk refuses a write to the end, ``finish`` returns the reason, and the run ends as failed.
 
-Any other error of the export restarts the learner if a checkpoint holds the last step: the new learner only exports.
+Any other error of the export restarts the learner if a checkpoint holds the last step: the new learner trains nothing.
 Without such a checkpoint a restart would train steps twice, so ActorFailed ends the run instead.
 """
 

@@ -197,7 +197,7 @@ class DataloaderLink:
             self._log.info("dataloader has restored the run", fingerprint=resumed.fingerprint, seed=resumed.seed)
 
     async def sample_prompts(self) -> list[np.ndarray]:
-        """Get SEQUENCES prompts, int32 [P] each; waits until the dataloader has read its data."""
+        """Get up to SEQUENCES prompts, int32 [P] each; waits until the dataloader has read its data."""
         with self._awaits.on(DATALOADER, "SamplePrompts"):
             while True:
                 try:

@@ -102,9 +102,9 @@ def eval_metrics(name: str, groups: list[Group], pass_at: float = 1.0) -> dict[s
 
     ``mean`` is the mean reward over samples, and ``component/*`` the mean of each component over the samples that have
     it. A sample passes if its reward is ``pass_at`` or more. ``pass_at/K`` is the mean of estimate_pass_at over the
-    prompts with K scored samples or more. ``pass_at_k`` is the share of prompts with a passing sample, and ``k`` the
-    largest number of samples of a prompt. Lengths are in sampled tokens. If no group has a reward, only ``prompts`` and
-    ``failed`` are returned.
+    prompts with K scored samples or more. ``pass_at_k`` is the share of scored prompts with a passing sample, and ``k``
+    the largest number of samples of a prompt. Lengths are in sampled tokens. If no group has a reward, only ``prompts``
+    and ``failed`` are returned.
     """
     scored = [group for group in groups if group.failure is None]
     trajectories = [trajectory for group in scored for trajectory in group.trajectories]

@@ -193,7 +193,7 @@ class Intake:
         self._quarantined_groups = 0
         """Number of groups quarantined since the last step."""
         self._flat_groups = 0
-        """How many of ``filtered`` have equal rewards; the others were of a step without a token to train."""
+        """How many of ``filtered`` are restored or have equal rewards; no token of the others could be trained."""
         self._before_step = (0, 0, 0)
         """Number of ``filtered``, ``_flat_groups`` and ``_quarantined_groups`` when the step in training began.
 

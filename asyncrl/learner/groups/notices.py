@@ -189,7 +189,7 @@ class TruncationWatch:
 
 
 def limit_of(trajectory: Trajectory, config: Config) -> str:
-    """The limit that cut this trajectory, as the text KEY = VALUE."""
+    """The limit that cut this trajectory, as the text KEY = VALUE, or in words if no key sets it."""
     if trajectory.finish_reason == "turns":
         return f"episode.max_turns = {config.episode.max_turns}"
     if trajectory.finish_reason == "time":

@@ -1,8 +1,9 @@
 """Scores groups with a teacher on a server, during training: each group as soon as it is in the buffer.
 
 A score is a log-prob of the teacher for each sampled token. Invariant: a group is scored once, however often it returns
-to the buffer. At most ``learner.teacher_server.concurrency`` requests are open. Scores are kept only for the groups in
-the buffer and the step; the dataloader's gate bounds these. Not thread-safe: it runs on the event loop of rank 0.
+to the buffer. At most ``learner.teacher_server.concurrency`` requests are open. Each trained step
+drops the scores of all groups outside the buffer, whose size the dataloader's gate bounds. Not thread-safe: it runs on
+the event loop of rank 0.
 
 Fails with ActorFailed, which names the URL, after ``learner.teacher_server.tries`` requests for a sequence, or after a
 failure that a repetition cannot mend.

@@ -103,7 +103,7 @@ class TeacherClient:
         return named[0].id, named[0].max_model_len
 
     async def text(self, ids: Sequence[int]) -> str | None:
-        """Let the server decode token ids into text; None if it has no ``/detokenize``."""
+        """Let the server decode token ids into text; None if ``/detokenize`` fails. Raises the error of ``model``."""
         if self._model is None:
             await self.model()
         url = f"{self.url.removesuffix('/v1')}/detokenize"

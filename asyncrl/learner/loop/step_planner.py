@@ -2,11 +2,12 @@
 
 The wait ends when all groups of a step are in the buffer, and scored if a teacher on a server scores them. It also ends
 when the run is preempted. Meanwhile an overdue version is tried again, at times that no other event postpones. In time
-slices (gpu/slices.py) the engines get the GPUs during the wait, once the parameter server has the newest version.
+slices (gpu/slices.py) the engines get the GPUs during the wait, once the parameter server has the newest version or
+``weights.deadline_s`` is over.
 
-A step is planned when it begins, or early, while the step before is trained. Its groups are chosen when it begins. So
-an early plan is a guess: it takes the groups that would be chosen now, and is made again if older groups come. Early
-planning takes at most half of the time.
+A step is planned when it begins, or early, before that. Its groups are chosen when it begins. So an early plan is a
+guess: it takes the groups that would be chosen now, and is made again if older groups come. Early planning takes at
+most half of the time.
 
 Invariant: an early plan is used only if the step begins with the very same groups under the same version. A plan is a
 function of groups and version, so every step is the same as without early plans. If a model has to score the groups
@@ -221,8 +222,8 @@ class StepPlanner:
     async def rest(self) -> None:
         """In time slices, let engines have the learner's GPUs until the backend's next call.
 
-        The parameter server gets the newest version first, because engines load what it holds when they wake. Returns
-        early, and changes nothing, when news comes meanwhile.
+        The parameter server gets the newest version first, if it can within ``weights.deadline_s``, because engines
+        load what it holds when they wake. Returns early, and changes nothing, when news comes meanwhile.
         """
         if not self._backend.engines_in_turn or self._backend.is_resting:
             return

@@ -1,6 +1,6 @@
 """The loop of rank 0: wait for groups, train a step, publish a version, write a checkpoint; until the last step.
 
-Supervised warm steps come first: version 0 holds the weights after them.
+Supervised warm steps come first, before the first version of a start.
 
 The loop waits for groups, for the copy of a checkpoint and for the assembly of the version before, but never for a
 replica or for the write of a checkpoint. In time slices it also waits, for a limited time, until the parameter server
@@ -104,7 +104,7 @@ class Training:
         )
 
     async def plan_early(self) -> None:
-        """Plan each step while the one before is trained, until cancelled. Else a step is planned when it begins."""
+        """Plan steps before they begin, until cancelled. Else a step is planned when it begins."""
         await self._planner.run()
 
     def close(self) -> None:
@@ -225,7 +225,7 @@ class Training:
         """Train one step: take its groups, get the plan, train, conclude the groups, compose the line of metrics.
 
         The wait for the groups began at ``began`` (s). Returns None if the step does not count. Then it has no token to
-        train, and its groups were filtered; or an update was not finite, and no update was taken before. If updates
+        train, and its groups were filtered; or a number was not finite, and no update was taken before. If updates
         were taken before, the step counts with their groups alone. Raises NonFiniteStep if an update that is not finite
         may not be skipped (learner.on_nonfinite), or if it is supervised.
         """

@@ -61,7 +61,7 @@ class RecordFiles:
 
     @property
     def lost(self) -> int:
-        """Number of lines that were dropped because too many waited."""
+        """Number of lines that were dropped."""
         return sum(kept.lost for kept in self._kept.values())
 
     @property

@@ -69,7 +69,7 @@ class StepLines:
         """``step`` is the last step whose line is written already.
 
         ``notify`` is called when lines begin to wait, when all are written, and when lines are lost. It gets the number
-        of lines lost so far, and the error, None if no lines wait.
+        of lines lost so far, and the error of the last attempt; None if it succeeded.
         """
         self._records = records
         self._samples_per_step = samples_per_step
@@ -204,7 +204,7 @@ class StepLines:
             self._report(line | {"start": self._records.start})
 
     def _covered(self, step: TrainedStep) -> bool:
-        """Whether all rollouters, except silent ones, have reported on the whole training of this step."""
+        """Whether all rollouters, except idle and silent ones, have reported on the whole training of this step."""
         return self._generation.covers(step.train_ended, now=self._clock.wall(), patience_s=STATS_WAIT_S)
 
     async def _write_step(self, step: TrainedStep, *, complete: bool) -> None:

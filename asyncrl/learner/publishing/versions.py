@@ -2,8 +2,8 @@
 
 A version is due after each ``learner.steps_per_version`` steps. It gets a number, a probe and a copy of the shards. Its
 assembly gathers the copies of all ranks into sealed segments. ``publish`` waits until the version before is assembled
-and rank 0 has copied its own shards, but for no other actor. A task waits for the assembly during the training, and
-gives the version to the publisher.
+and rank 0 has copied its own shards, but not for the parameter server or a replica. A task waits for the assembly
+during the training, and gives the version to the publisher.
 
 A number names one set of weights everywhere: in leases, cache salts, engine labels and segments. So it is durable
 before any other process hears of it. No number is given twice, not even if the learner dies in between or starts again
@@ -361,7 +361,7 @@ class VersionNumbers:
 
 class _MetricsLine(msgspec.Struct, frozen=True):
     version: int | None = msgspec.field(default=None, name="weights/version")
-    """The newest version; None in a line without one."""
+    """A version that was published; None in a line without one."""
     start: int = 0
 
 
