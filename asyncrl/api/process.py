@@ -4,7 +4,7 @@ The program writes an order (``_order`` in runs.py), a line of JSON, to standard
 program ends, even by SIGKILL, this process preempts the run. To FD this process writes JSON lines: the run folder once
 the checks have passed, or the error.
 
-Rows and functions of the program are written to ``inputs/`` of the run folder, in files named by their digests. So they
+Rows and functions of the program are written to ``inputs/`` of the run folder, under names with their digests. So they
 are there for actors that start again and for a resume, and a resume with others does not change them.
 """
 

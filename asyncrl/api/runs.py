@@ -78,7 +78,8 @@ def train(
     training prompts. ``overrides`` sets keys: ``{"learner.steps": 20}``. ``resume`` is the folder or the name of a run
     to continue; functions and rows are given again. Without ``progress``, nothing is shown.
 
-    The run ends with this program: call ``wait``. Raises RunFailed if the run is refused; then nothing was started.
+    The run ends with this program: call ``wait``. Raises RunFailed if the run is refused, and UsageError for unusable
+    arguments; then nothing was started.
     """
     functions = Functions()
     tables: dict[str, Any] = {}
@@ -118,7 +119,7 @@ def evaluate(
     ``model`` is a folder, a name of the hub, or None for model.path. It may also be a run, whose newest checkpoint is
     evaluated. A run that this program has started brings its functions, and without ``config`` its configuration. With
     ``data`` there is one evaluation set, called data, with ``n`` samples of each prompt; else the sets are those of
-    ``config``. Raises RunFailed.
+    the configuration. Raises RunFailed, and UsageError for unusable arguments.
     """
     base = model if isinstance(model, Run) else None
     functions = Functions(base._functions if base is not None else None)

@@ -212,7 +212,7 @@ def describe_error(error: AsyncRLError) -> list[str]:
 
 
 class _Interrupted(KeyboardInterrupt):
-    """A signal arrived before anything was started. As a KeyboardInterrupt it passes through event loops."""
+    """A signal that the command does not handle itself. As a KeyboardInterrupt it passes through event loops."""
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -90,7 +90,6 @@ def _results(config: Config, lines: Sequence[Line], step: int) -> list[str]:
     trained = [line for line in before if line.get("kind") == "train"]
     latest = {name: line for line in before if line.get("kind") == "eval" for name in eval_names(line)}
     texts = [describe_step(trained[-1], config.learner.steps)] if trained else []
-    # One line may have the results of several evaluations.
     texts += dict.fromkeys(describe_eval(line) for line in latest.values())
     return [f"* {text}" for text in texts] or ["No metrics are left."]
 

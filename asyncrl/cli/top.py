@@ -165,7 +165,8 @@ def _print_samples(run_dir: Path, given: argparse.Namespace) -> int:
 def _watch(given: argparse.Namespace) -> int:
     """Follow a live run in the terminal, or print its newest snapshot.
 
-    The history begins with the recording, if the run folder is here. It must cover SHORTEST_S before text is printed.
+    The history begins with the recording, if the run folder is here. Text waits until it covers SHORTEST_S, but at most
+    SNAPSHOT_S.
     """
     import asyncio
 

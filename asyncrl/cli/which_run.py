@@ -100,7 +100,7 @@ def must_be_reachable(address: str) -> None:
 
 
 def why_unreachable(address: str) -> str:
-    """Reason that an address cannot be connected to; empty if it can. Blocks for at most about CONNECT_S."""
+    """Reason that an address cannot be connected to; empty if it can. Tries each address of the host for CONNECT_S."""
     from asyncrl.top.client import split_address
 
     host, port = split_address(address)

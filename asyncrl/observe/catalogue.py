@@ -38,7 +38,7 @@ class Metric(NamedTuple):
     """A declared metric."""
 
     name: str
-    """GROUP/NAME. ``*`` stands for a name from the configuration, the reward function or the text."""
+    """GROUP/NAME, or NAME alone. ``*`` stands for a name from the configuration, the reward function or the text."""
     kinds: tuple[Kind, ...]
     unit: str
     where: str

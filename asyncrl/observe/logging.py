@@ -62,7 +62,7 @@ def configure_logging(level: str) -> None:
 
 
 def listen(listener: Callable[[str, str], None]) -> None:
-    """Call ``listener`` with the level and the text of each line of level warning and above."""
+    """Call ``listener`` with the level and the text of each written line of level warning and above."""
     global _listener
     _listener = listener
 

@@ -19,7 +19,7 @@ Line = Mapping[str, Any]
 WHOLE = ("step", "start", "weights/version")
 LARGEST_WHOLE = 1 << 53
 HIGH_TRUNCATION = 0.5
-"""Share of truncated responses above which the user is warned (learner/groups/notices.py)."""
+"""Share of truncated responses from which on the user is warned (learner/groups/notices.py)."""
 LARGEST = 10**300
 """Largest magnitude of a whole number; a float still holds it."""
 

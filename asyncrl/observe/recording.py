@@ -179,7 +179,7 @@ def read_latest(run_dir: Path, seconds: float) -> list[tuple[float, bytes]]:
 
 
 def last_recorded(run_dir: Path, attempt: int) -> Snapshot | None:
-    """Return the newest readable snapshot of the newest attempt, from its newest LOOK_BACK segments; else None."""
+    """Return the newest readable snapshot of an attempt, from its newest LOOK_BACK segments; None without one."""
     own = [segment for segment in segments(run_dir) if segment.attempt == attempt]
     for segment in reversed(own[-LOOK_BACK:]):
         for _, body in reversed(deque(_entries(segment.path), maxlen=LOOK_BACK)):

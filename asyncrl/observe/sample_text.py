@@ -27,7 +27,7 @@ MOST_RESPONSES = 16
 LONGEST_GROUP = 100_000
 """Number of characters of a group after which no further response is shown."""
 LONGEST_PAGE = 400_000
-"""Number of characters of a page after which no further group is shown."""
+"""Most characters of a page, unless its first group has more."""
 MOST_MESSAGES = 60
 """Most messages of a conversation that are shown: half of them the first ones, half the last ones."""
 MOST_COMPONENTS = 12

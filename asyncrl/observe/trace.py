@@ -1,4 +1,4 @@
-"""The timeline of an actor: the newest spans of each of its tracks. Pure, except for the clocks.
+"""The timeline of an actor: the newest spans of its tracks. Pure, except for the clocks.
 
 A *span* is a time with a name and facts. A *track* does one thing at a time: the actor itself, a slot of an engine, a
 worker process, the steps of a learner. A new span ends the one before, so spans of a track never overlap.
@@ -23,7 +23,7 @@ SPANS_IN_PART = 1000
 SPANS_KEPT = 16_384
 """Most spans of one actor; about 8 MB."""
 SPANS_OF_RUN = 262_144
-"""Most spans of all actors of a large run: a file of about 40 MB, which a browser still shows."""
+"""Most spans of all actors together, up to 1024 actors: a file of about 40 MB, which a browser still shows."""
 LEAST_SPANS_KEPT = 256
 """Number of spans that each actor may keep in any case: a few rounds of its slots."""
 Fact = str | int | float | bool

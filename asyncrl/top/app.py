@@ -1,7 +1,7 @@
 """The terminal of asyncrl-top: panes around the pipeline, live or from a recording. Read-only.
 
-It adds each new snapshot to a history, and draws a SnapshotView of the history at most every DRAW_S. If the feed fails,
-the foot says so, and the last view stays. If it fails before any snapshot is known, the application ends.
+It adds each new snapshot to a history. Ticks draw a SnapshotView of the history at most every DRAW_S. If the feed
+fails, the foot says so, and the last view stays. If it fails before any snapshot is known, the application ends.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from asyncrl.top.view import SnapshotView
 
 DRAW_S = 0.8
 TICK_S = 0.25
-"""Shortest time between two draws of everything, and the time between two ticks (``Top._tick``)."""
+"""About the shortest time between two draws by ticks, and the time between two ticks (``Top._tick``)."""
 NOTE_S = 8.0
 """Seconds for which a note is shown."""
 WRITING_S = 60.0
@@ -250,7 +250,7 @@ class Top(App[int]):
 
     @work(exclusive=True)
     async def _follow(self, feed: Feed) -> None:
-        """Add each snapshot of the feed to the history; note why the feed has ended. Exit if no snapshot ever came."""
+        """Add each snapshot of the feed to the history; note why the feed has ended. Exit if it fails before any."""
         try:
             async for seen in feed():
                 if isinstance(seen, Away):

@@ -73,14 +73,14 @@ class Away:
     """No snapshot comes; the last one stays on the screen."""
 
     reason: str
-    """The controller's error; empty if it did not answer at all."""
+    """The controller's error, or why there is no controller; empty if it did not answer at all."""
     seconds: float | None = None
     """Seconds since its last answer, or since the watch began. None if there is no controller to ask: the run has not
     started, or has ended and may be resumed."""
 
 
 class NotStarted(UsageError):
-    """The controller of the run has not started."""
+    """The run folder holds no address of a controller: it has not started, or is on another host."""
 
 
 def start_of(run_dir: Path) -> object:
@@ -143,7 +143,7 @@ async def follow(target: WatchedRun) -> AsyncGenerator[Snapshot | Away, None]:
     """Yield each new snapshot of one attempt. Yield an Away about every ANSWER_S without an answer, and for each error.
 
     Ends after the last snapshot of a run. Ends also when the run folder shows that the run has ended; then the last
-    snapshot comes from the recording, if there is one. Raises UsageError if the run does not accept the connection.
+    snapshot is that of ``ending``, if there is one. Raises UsageError if the run does not accept the connection.
     """
     seen, heard, last = -1, time.monotonic(), None
     with target.connect() as controller:

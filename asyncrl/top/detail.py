@@ -326,7 +326,7 @@ def help_page(keys: dict[str, str]) -> Group:
 
 
 class HelpScreen(PageScreen):
-    """The keys of the screen below."""
+    """The help: the bottleneck, the keys of the app, and the columns of the rollouters."""
 
     keys = "esc back"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark,h,enter,space", "app.pop_screen", show=False)]

@@ -1,7 +1,7 @@
 """The samples of a run on a screen: one prompt group at a time, as a conversation with its scores.
 
 A thread reads the groups, so that it does not hold up the terminal. The screen looks for newer groups every LOOK_S;
-the group on the screen stays. A folder that cannot be read is named on the screen.
+the group on the screen stays. While it has no groups, it names a folder that cannot be read.
 """
 
 from __future__ import annotations

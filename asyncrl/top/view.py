@@ -1,7 +1,7 @@
 """Snapshots of a run in order of time, and the newest with its past: rates, shares of time, the bottleneck. Pure.
 
 Panes draw from a SnapshotView of a History. Invariant: an unknown value is None, never 0. The activity of an actor that
-is gone or silent is unknown, but its counters stay.
+is not heard (UNHEARD) is unknown, but its counters stay.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ class Answers:
     # --- search ---
 
     def _search(self, parameters: Parameters) -> Answer:
-        """The trajectories whose text holds ``q``, in any case of letters, the newest first."""
+        """The prompts and trajectories whose text holds ``q``, in any case of letters, the newest first."""
         query = parameters.get("q", "")
         if not 0 < len(query) <= LONGEST_QUERY:
             raise BadRequest(f"q: a text of 1 to {LONGEST_QUERY} characters")
@@ -208,11 +208,11 @@ class Answers:
         return self._scan(parameters, hits)
 
     def _same(self, parameters: Parameters) -> Answer:
-        """The groups of another run (parameter ``other``) with the prompt of one group of ``run``, the newest first."""
+        """The groups of the run ``other`` with the prompt of one group of ``run``, the newest first."""
         run, step, uid = self.run_of(parameters), _number(parameters, "step"), parameters.get("uid", "")
         group = self._find_group(run, step, uid)
 
-        # Here ``other`` is a group of the other run.
+        # Here ``other`` is a group of that run.
         def hits(other: SampleGroup) -> Iterator[Answer]:
             if other.prompt == group.prompt:
                 yield {"sample": None, "title": printable(title_of(other))}

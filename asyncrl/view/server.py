@@ -1,8 +1,8 @@
 """The server of ``asyncrl-view``: its page, the answers as JSON and the reports of the runs, on loopback.
 
 Invariant: it answers GET alone, and only requests whose Host is a name of this machine. So a website whose name was
-pointed at loopback reads nothing. The browser may load only this server's own files, and runs no inline script. An
-answer above MOST_BYTES is refused.
+pointed at loopback reads nothing. The browser may load only this server's own files, and runs inline scripts only in a
+report. An answer above MOST_BYTES is refused.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 "use strict";
-/* The page of asyncrl-view. Its whole state is in the fragment of the URL, so each view has a link. Data of a run
-   becomes text nodes alone: no function here takes markup. */
+/* The page of asyncrl-view. Its state, apart from a list of "same prompt", is in the fragment of the URL, so each view
+   has a link. Data of a run becomes text nodes and attributes alone: no function here takes markup. */
 
 const POLL_MS = 3000;
 const PAGE = 100;

@@ -1,9 +1,10 @@
 """A report of a run as one HTML page that needs nothing else: no network, no other file.
 
 It is made from the run folder, during the run or after it: metrics.jsonl, config.json and the recorded snapshots. The
-page names missing or unreadable parts, except evaluations and episodes, which a run need not have. All text of the run
-is escaped (panels.shown). Under the page's security policy only its own scripts run, which draw the charts, and nothing
-is loaded. Raises UsageError without a run or if the file cannot be there, and OSError if the page cannot be written.
+page names missing or unreadable parts, except evaluations, episodes and events, which a run need not have. All text of
+the run is escaped (panels.shown). Under the page's security policy only its own scripts run, which draw the charts, and
+nothing is loaded. Raises UsageError without a run or if the file cannot be there, and OSError if the page cannot be
+written.
 """
 
 from __future__ import annotations
@@ -219,7 +220,7 @@ def _value(config: Mapping[str, Any], key: str, otherwise: Any = None) -> Any:
 
 
 def check_writable(path: Path) -> None:
-    """Raise UsageError if no file can be written at ``path``."""
+    """Raise UsageError if no file can be at ``path``; permissions to write are not checked."""
     _mode(path)
 
 

@@ -79,7 +79,7 @@ class Sinks(Actor):
         await self._flush()
 
     async def close(self) -> None:
-        """Remove the temporary files of libraries."""
+        """Let the threads end, and remove the temporary files of libraries."""
         for thread in self._threads:
             thread.end()
         if self._temporary:

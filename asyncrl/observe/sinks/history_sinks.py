@@ -97,7 +97,7 @@ class Entries:
         """``run/*`` of the newest snapshot."""
         self._step = 0
         self._start: int | None = None
-        """Step and learner's start of the newest train line; None before the first."""
+        """Step and learner's start of the newest train line; 0 and None before the first."""
 
     def take(self, record: Line | Snapshot) -> HistoryEntry | None:
         """Make the entry of a line. Returns None for a supervised warm step, and for a snapshot, which is kept."""

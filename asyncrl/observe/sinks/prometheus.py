@@ -1,8 +1,8 @@
 """The Prometheus endpoint: /metrics over HTTP with the newest metrics, on the server of prometheus_client.
 
-``reward/mean`` becomes ``asyncrl_reward_mean``. Labels distinguish actor and host, replica, evaluation, component and
-stage. Kinds and descriptions come from the catalogue. Invariant: a family has one kind; if two names of a run map to
-one, the last value counts.
+``reward/mean`` becomes ``asyncrl_reward_mean``. Labels, such as actor, replica and stage, distinguish the values of a
+family. Kinds and descriptions of declared metrics come from the catalogue. Invariant: a family has one kind; if two
+names of a run map to one, the last value counts.
 
 At most CONNECTIONS clients are served at once, each in its own thread, for at most CONNECTION_S. Each client that
 reaches the port may read. Raises OSError if the address cannot be bound.

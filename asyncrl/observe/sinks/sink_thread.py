@@ -30,7 +30,7 @@ class Sink(Protocol):
 
     name: ClassVar[str]
     address: str
-    """Path or URL of the sink's output; empty while the sink is not open."""
+    """Path or URL of the sink's output; empty while the sink is not open, or if it names none."""
 
     def open(self) -> None:
         """Prepare to write; called again after each failure."""
@@ -103,7 +103,8 @@ class SinkThread:
 
         ``failures`` counts failures in a row. A failed write sets ``takes_lines`` to False, and the next written line
         sets it to True again. A written record resets ``failures`` only while ``takes_lines`` is True. A snapshot does
-        not set it, because some sinks only keep snapshots in memory. At the end of the run there is one retry at most.
+        not set it, because some sinks only keep snapshots in memory. At the end of the run, a second failure in a row
+        ends the thread.
         """
         is_open, failures, takes_lines = False, 0, True
         while True:

@@ -270,7 +270,7 @@ def read_conversation(given: Any, field: str, *, also: Collection[str] = ()) -> 
 def read_tools(given: Any, field: str) -> list[Tool]:
     """Read the tools of a row: a list of OpenAI's schemas or of bare functions, or the JSON text of such a list.
 
-    Returns an empty list for null. Raises ChatRefused.
+    Returns an empty list for null or an empty text. Raises ChatRefused.
     """
     if given is None or given == "":
         return []
@@ -306,7 +306,7 @@ def _without_empty(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_known(given: Mapping[str, Any], known: Collection[str], where: str) -> None:
-    """Raise ChatRefused for a field that is not in ``known``; the error says what it may have been meant for."""
+    """Raise ChatRefused for a field that is not in ``known``."""
     for key in given:
         if key in known:
             continue

@@ -191,9 +191,9 @@ def make_renderer(
     """Make the renderer of a run and check its template, which takes some tenths of a second.
 
     Answers end at the tokenizer's own end tokens, at rollout.stop_token_ids, and at the special tokens of rollout.stop.
-    ``engine_parsers`` makes the parsers of the inference engine. Raises ConfigError if the model has no chat template,
-    or an id of rollout.stop_token_ids is not in the vocabulary. Raises it too if the package that chat.renderer names
-    is missing.
+    ``engine_parsers`` makes the parsers of the inference engine. Raises ConfigError if an id of
+    rollout.stop_token_ids is not in the vocabulary. Raises it too if the model's chat template is missing,
+    or the package that chat.renderer names cannot be used.
     """
     chat = config.chat
     path = config.model.path or "the model"

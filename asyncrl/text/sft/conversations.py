@@ -1,7 +1,7 @@
 """Reads and checks the conversations of ``sft.data``, encodes them, and assigns them to steps.
 
-Invariant: the conversations of a supervised step are a pure function of (all conversations, run.seed, its number). So a
-resumed run continues with the next conversations. Each epoch has every conversation once.
+Invariant: the conversations of a supervised step are a pure function of (all conversations, run.seed, sft.batch, its
+number). So a resumed run continues with the next conversations. Each epoch has every conversation once.
 
 Fails with DataError, which names file and line of the first unusable row, and with ConfigError if the model's chat
 template cannot be used.
