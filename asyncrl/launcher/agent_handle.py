@@ -63,7 +63,7 @@ class AgentHandle:
     exit_code: int | None = None
     """Exit code of the connection's process; None while the connection lasts."""
     lost: bool = False
-    """True if the connection ended before the agent reported its end."""
+    """True if the connection broke before the agent reported its end."""
     silence: Silence = field(default_factory=lambda: Silence(LOOK_S))
     """Time since the agent was last heard, as ``look`` counts it."""
     _heard_since_look: bool = False
@@ -82,12 +82,12 @@ class AgentHandle:
 
     @property
     def host(self) -> str:
-        """Name of the host; empty in a run on one host."""
+        """Name of the host; empty in a run without a hostfile or a SLURM job."""
         return self.contact.name
 
     @property
     def name(self) -> str:
-        """Name of the agent, with its host where there are several."""
+        """Name of the agent, with the host if that has a name."""
         return agent_name(self.index) + (f" on {self.host}" if self.host else "")
 
     @property

@@ -59,7 +59,7 @@ ENDED_BY_CODE = {
         result="preempted", reason="asked to end; the launcher did not hear by what", exit_code=PREEMPTED_EXIT_CODE
     ),
 }
-"""The end of a run for each exit code of an agent. It is used if the agent's last event did not arrive."""
+"""The end of a run by the exit code of an agent. It is used if the agent's last event did not arrive."""
 LOOK_AGAIN_S = 2.0
 """Seconds that the head's host waits for the end of the run before it answers over a new connection.
 

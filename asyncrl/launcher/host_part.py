@@ -1,8 +1,8 @@
 """A host's part of a run: its downloads, the specifications of host and node agent, and the start of the agent.
 
 The agent starts on this host below a guard, or on another host over a connection. Fails with UsageError for a host that
-has fewer GPUs than its line of the hostfile says. Fails with ConfigError for keys that several hosts cannot have, and
-with OSError.
+has fewer GPUs than its line of the hostfile says. Fails with ConfigError for keys that several hosts cannot have and
+for downloads, with HostFailed, and with OSError.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ def start_agent(
 ) -> AgentHandle:
     """Start the agent of a prepared host over its connection, with ``placed``, its actors, and their environment.
 
-    Every incarnation of its actors is above ``above``, a number that all agents share. ``is_named`` is False in a run
-    on this host alone. Network interfaces that the user has set in the environment win over those of the placement.
+    Every incarnation of its actors is above ``above``. ``is_named`` is False in a run without a hostfile or a SLURM
+    job. Network interfaces that the user has set in the environment win over those of the placement.
     """
     chosen = [name for name in INTERFACE_VARIABLES if name in os.environ]
     spec = AgentSpec(

@@ -1,10 +1,10 @@
 """Launches a run: reaches its hosts, places the actors, starts a node agent on each host, and follows the run.
 
-Without a hostfile the only host is this one. The head, the host of the controller, is this host if it is in the list,
-and else the first. It is moved to the front. Hosts are reached in parallel and then prepared in parallel, each with the
-deadline ``supervision.start_timeout_s``. The first host that fails ends the launch, which is undone on the others. No
-file is written before all hosts are reached and every actor is placed. Only ``start``, which starts commands on the
-hosts, differs between ssh and srun.
+Without a list of hosts the only host is this one. The head, the host of the controller, is this host if it is in the
+list, and else the first. It is moved to the front. Hosts are reached in parallel and then prepared in parallel, each
+with the deadline ``supervision.start_timeout_s``. The first host that fails ends the launch, which is undone on the
+others. No file is written before all hosts are reached and every actor is placed. Only ``start``, which starts commands
+on the hosts, differs between ssh and srun.
 
 Until all hosts are prepared, Ctrl-C, a closed terminal, SIGTERM and SIGUSR2 undo the launch. From then on these
 signals preempt the run; a second one ends it at once (follower.py). When ``Launch.launch`` returns, no process of the
@@ -100,14 +100,14 @@ RESUMED_FROM = "resumed_from.txt"
 class Launch:
     """The launch of one run on the hosts of ``lines``; without any, on this host alone.
 
-    ``dry_run`` only shows the plan, or with "json" the resolved configuration. ``command`` is the user's command line,
-    for the advice how to resume.
+    ``dry_run`` shows the plan, or with "json" the resolved configuration, and starts nothing. ``command`` is the user's
+    command line, for the advice how to resume.
     """
 
     config: Config
     lines: Sequence[HostLine] = ()
     start: StartCommand | None = None
-    """Starts commands on the other hosts; None if there are none."""
+    """Starts commands on the other hosts; None without a hostfile or a SLURM job."""
     dry_run: bool | Literal["json"] = False
     detached: Detached | None = None
     """The command that waits in the terminal (terminal/detach.py)."""
@@ -130,7 +130,7 @@ class Launch:
     pins: list[Pin] = field(default_factory=list)
     """The names of the Hugging Face hub in the configuration, pinned."""
     unpinned: list[Finding] = field(default_factory=list)
-    """A failure for each name that the hub does not have, which may be a folder on other hosts."""
+    """A failure for each name that cannot be pinned, which may be a folder on other hosts."""
     findings: list[Finding] = field(default_factory=list)
     progress: TerminalProgress = field(init=False)
     reached: ReachedHosts = field(init=False)
@@ -211,7 +211,7 @@ class Launch:
     # --- hosts ---
 
     async def _pin(self) -> None:
-        """Pin the names of the hub. Raises ConfigError for a name that is not found, unless other hosts may have it."""
+        """Pin the names of the hub. Raises ConfigError for a name without a pin, unless other hosts may have it."""
         found = await pin(self.config)
         self.pins, self.unpinned = found.pins, found.findings
         if self.unpinned and not self.reached.contacts:
@@ -392,7 +392,7 @@ class Launch:
             self.progress.warn(self.resumption.warnings)
 
     def _host_rows(self) -> list[str]:
-        """Return a row for each host with the command that starts its agent; no rows for a run on this host alone."""
+        """Return a row for each host with the command that starts its agent; no rows without a hostfile or job."""
         rows = []
         for index, host in enumerate(self.hosts if self.start is not None else []):
             here = index == 0 and self.head_is_here

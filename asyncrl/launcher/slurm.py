@@ -167,7 +167,7 @@ def _processes_by_node(config: Config, nodes: int, gpus: int) -> list[int] | Non
 
 
 def _resource_options(config: Config, nodes: int, options: str) -> list[str]:
-    """Return the options of sbatch that request GPUs and CPUs, unless the user's own options set them.
+    """Return the options of sbatch that request GPUs and CPUs, unless the user requests them.
 
     Returns no options if the configuration uses no GPUs, or does not say whether it does.
     """

@@ -1,9 +1,9 @@
 """The list of checks, and the function that runs it on one host.
 
-``asyncrl-launch`` runs the list on every host before a start; errors prevent the start, and warnings are printed.
-``asyncrl-doctor`` runs the same list and adds the checks that compare hosts (hosts/between_hosts.py). No check starts
-an actor, or imports torch in this process. The user's data and code are read and called in processes of their own,
-under deadlines.
+``asyncrl-launch`` runs the list on every host with actors before a start; errors prevent the start, and warnings are
+printed. ``asyncrl-doctor`` runs the same list and adds the checks that compare hosts (hosts/between_hosts.py). No check
+starts an actor, or imports torch in this process. The user's data and code are read and called in processes of their
+own, under deadlines.
 
 A check gets a CheckedHost and returns findings (findings.py), none if the host has nothing to check.
 """
@@ -320,7 +320,7 @@ ORDER = (
 )
 """Names of all checks, in the order in which findings are shown.
 
-Only asyncrl-doctor makes findings of the checks that compare hosts, except "identity", and searches for leftovers.
+asyncrl-launch makes only "identity" and the findings of CHECKS; asyncrl-doctor makes all.
 """
 CHECKS: Sequence[Callable[[CheckedHost], Awaitable[Iterable[Finding | None]]]] = (
     *(_sharing, _nccl, _ports, _hub, _model, _inputs, _reward, _algorithm, _curriculum, _learning, _episode),

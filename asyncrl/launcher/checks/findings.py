@@ -95,7 +95,7 @@ class CheckOrder(UserOrder, frozen=True, kw_only=True, tag="check"):
     several: bool
     """Whether the run has several hosts."""
     known: KnownPrompts | None = None
-    """Training prompts of the run that is resumed; None for a new run."""
+    """Training prompts that a resumed run must have; None if they may differ."""
     resumed: str = ""
     """Folder of the run that is resumed; empty for a new run."""
     pins: list[Pin] = msgspec.field(default_factory=list)

@@ -321,7 +321,7 @@ def model_files(name: HubName, files: Mapping[str, int]) -> dict[str, int]:
 
 
 def data_files(name: HubName, files: Mapping[str, int], kind: Kind | None, split: str) -> list[str]:
-    """Choose the files of a data set: those that the name's path names, or those of one split. Raises DataError."""
+    """Choose the files that the name's path names; in a folder those of a split, or all for "hf". Raises DataError."""
     if name.path in files:
         return [name.path]
     if glob.has_magic(name.path):

@@ -1,7 +1,7 @@
 """Checks of tokenizer, chat template, prompts and conversations, which are read and tokenized as in the run.
 
-A *set* is the training prompts (``data``) or the prompts of one evaluation (``eval.NAME.data``). Conversations are the
-rows of ``sft.data``.
+A *set* is the training prompts (``data``), one source of their mixture (``data.source.NAME``), or the prompts of one
+evaluation (``eval.NAME.data``). Conversations are the rows of ``sft.data``.
 
 A tokenizer may bring its own code, and libraries that read rows import slowly or crash on a broken file. So a process
 of its own loads both (process.py) under a deadline. It answers with findings, and with sample rows on which the reward
@@ -51,7 +51,7 @@ TOKENIZED_AT_ONCE = 100
 CHEAP_ROWS = 10_000
 """Synthetic sets of so few rows need no process of their own."""
 SAMPLES = 3
-"""Training rows on which the reward function is tried; each evaluation adds one."""
+"""Rows of each training set on which the reward function is tried; each evaluation adds one."""
 LOOKED_AT = 1000
 """Rows at the start of a set in which ``first_rows`` looks for usable ones."""
 SHOWN_START, SHOWN_END = 300, 120
@@ -91,11 +91,11 @@ async def check_inputs(
 ) -> Inputs:
     """Check the tokenizer and, if the run plays episodes, the chat template. Never raises.
 
-    ``with_rows`` adds each set of prompts, for the host of the dataloader. A finding then fails if the training prompts
-    differ from ``known``, those of the run that is resumed. ``for_learner`` adds the conversations and the scoring
-    models, for the learner's rank 0. A process of its own runs the checks, unless they need only asyncrl's own code and
-    few rows. The process is killed after ``limit_s`` (with episodes, plus chat.check_timeout_s). That gives a warning,
-    because the run itself waits longer.
+    ``with_rows`` adds each set of prompts, for the host of the dataloader. A finding then fails if training prompts
+    without a mixture differ from ``known``, those of the run that is resumed. ``for_learner`` adds the conversations
+    and the scoring models, for the learner's rank 0. A process of its own runs the checks, unless they need only
+    asyncrl's own code and few rows. The process is killed after ``limit_s`` (with episodes, plus chat.check_timeout_s).
+    That gives a warning, because the run itself waits longer.
     """
     sets = config.prompt_sets if with_rows else {}
     synthetic = all(data.source == "synthetic" and data.size <= CHEAP_ROWS for data in sets.values())

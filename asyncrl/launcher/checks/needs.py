@@ -98,8 +98,9 @@ def checkpoints_need(config: Config, size: ModelSize | None) -> Need:
 def memory_need(config: Config, actors: Sequence[str], size: ModelSize | None, *, on_gpu: bool) -> Need:
     """Estimate the memory of a host with these actors (bytes).
 
-    ``least`` covers published weights, engines on CPU, and training where its states are in host memory: on CPUs, with
-    learner.offload and in time slices. ``wanted`` adds all processes. ``on_gpu``: the learner trains on GPUs.
+    ``least`` covers published weights, engines on CPU, the model of sleeping engines with adapters, and training where
+    its states are in host memory: on CPUs, with learner.offload and in time slices. ``wanted`` adds all processes.
+    ``on_gpu``: the learner trains on GPUs.
     """
     ranks, replicas = count(actors, "learner"), count(actors, "rollouter")
     published = size.published(config) if size is not None else config.learner.sim.publish_bytes

@@ -52,7 +52,7 @@ def ports_needed(config: Config, actors: Sequence[str]) -> int:
 
 
 def _broadcast_transport(config: Config) -> str:
-    """Return the transport that broadcasts whole versions of weights; empty without a broadcast."""
+    """Return weights.transport; for "auto", "nccl" if it broadcasts whole versions, else an empty text."""
     transport, learner = config.weights.transport, config.learner
     if transport != "auto":
         return transport

@@ -3,8 +3,9 @@
 Only the headers of safetensors files are read. An index maps each tensor to its file, so ``model.measure`` finds a
 tensor that its file lacks.
 
-Invariant: a folder passes only if it holds one whole model with weights in floating point of 16 bits or more.
-Quantized weights and adapters are refused, even if a package that reads them is installed.
+Invariant: a folder passes only if it holds one whole model with weights in floating point of 16 bits or more. A .bin
+file is not opened, so its tensors are not checked. Quantized weights and adapters are refused, even if a package that
+reads them is installed.
 
 Raises Unreadable for missing or damaged files, or its subclass Untrainable. The text of an error says what is wrong
 with the folder, and ``fix`` says what to do. The ``fix`` of Unreadable is to copy the folder again.

@@ -121,7 +121,7 @@ class HostEnded(Struct, frozen=True, kw_only=True, tag="gone"):
     living: bool
     killed: bool
     ended: EndedEvent | None = None
-    """How the attempt ended; None while processes are left, or without a record. Only the head has one."""
+    """How the attempt ended; None while processes are left, or without a record on the host."""
 
 
 class Refusal(Struct, frozen=True, kw_only=True, tag="refusal"):
@@ -172,7 +172,7 @@ class AgentSpec(Struct, frozen=True, kw_only=True):
     host: str = ""
     """Address at which other hosts reach this one. Empty in a run on one host, which uses network.host."""
     name: str = ""
-    """Name of this host in the hostfile; empty in a run on one host."""
+    """Name of this host in the list of hosts; empty in a run without a hostfile or a SLURM job."""
     above: int = 0
     """All incarnations of this attempt of the run are larger (rpc/lifecycle/incarnations.py)."""
 

@@ -125,7 +125,8 @@ def with_episode_hosts(config: Config, hosts: Sequence[PlacementHost]) -> Config
     """Return the config with episode.extra_hosts set: by default one on every host without GPUs, ranks and engines.
 
     ``config`` has passed through ``with_gpus``. Returns it unchanged if the user has set a number, if episodes are
-    single responses, or if there is no such host. Raises ConfigError if the user asks for more than there are.
+    single responses, or if there is no such host. Raises ConfigError if the user asks for more than there are,
+    or if the run does not fit.
     """
     wanted = config.episode.extra_hosts
     if config.episode.kind == "single" or wanted == 0:

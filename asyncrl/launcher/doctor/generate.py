@@ -6,8 +6,8 @@ first version changes nothing. A dry run has no learner, so tensors are copied f
 memory, as an engine loads them.
 
 Invariant: the engine, the reward's workers and the agent's processes have ended before the answer is written. The
-answer has each fault, and the samples made before it. When ``print_generated`` returns, the process and its descendants
-have ended and their temporary files are gone.
+answer has the fault that ended the sampling, and the samples made before it. When ``print_generated`` returns, the
+process and its descendants have ended and their temporary files are gone.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class Answer(msgspec.Struct):
     groups: list[SampleGroup] = []
     problems: list[str] = []
     printed: str = ""
-    """The end of what engine and agent printed, if there are problems."""
+    """The end of what the process and its children printed, if there are problems."""
 
 
 async def generate(config: Config, count: int) -> Answer:
-    """Sample and score responses to the first prompts of the data. Never raises."""
+    """Sample and score responses to the first prompts of the data. Expected errors become problems of the answer."""
     answer = Answer([], [])
     try:
         async with AsyncExitStack() as stack:

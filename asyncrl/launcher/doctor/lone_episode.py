@@ -5,7 +5,8 @@ a model, tokens are bytes, and the chat template extends every answer, so that e
 agent.
 
 Invariant: no process of the agent is left when ``LoneEpisode.play`` returns. Raises ConfigError if the user's code
-cannot be found, and CannotPlay if its import fails or there is no task. Every fault of the agent is in the result.
+cannot be found, and CannotPlay if its import fails, the episode does not end, or there is no task. Every fault of the
+agent is in the result.
 """
 
 from __future__ import annotations

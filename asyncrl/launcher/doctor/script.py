@@ -1,4 +1,4 @@
-"""A scripted policy, which answers without a model: it calls the agent's tools, each once, and then answers in text.
+"""A scripted policy, which answers without a model: it calls some of the agent's tools once, then answers in text.
 
 Invariant: the same requests get the same answers. An agent that ends only by a tool call, as those of smolagents do,
 gets that call.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from asyncrl.rollouter.serving.generation import PolicyRequest
 
 MOST_CALLED = 4
-"""The script calls at most so many tools; an agent may declare dozens."""
+"""The script calls at most so many tools, and one of ENDS; an agent may declare dozens."""
 ENDS = ("final_answer", "submit", "finish", "done")
 """Names of tools that end an episode: the script calls one last."""
 CODE_END = "</code>"

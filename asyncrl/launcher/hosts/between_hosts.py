@@ -1,8 +1,8 @@
 """Compares the offers of several hosts: machines, clocks, packages, models, GPUs, links. Pure: offers in, findings out.
 
-The launcher compares identities with each other; asyncrl-doctor compares everything. Clocks, packages and models are
-compared with the head's, and a finding names the host that differs. Links are tried between all pairs of hosts, and a
-finding about a closed link names its source.
+The launcher compares identities with each other; asyncrl-doctor compares everything. Clocks, packages, GPUs and models
+are compared with the head's, and a finding names the host that differs. Links are tried between all pairs of hosts, and
+a finding about a closed link names its source.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class Link:
 
 
 def judge_links(links: Sequence[Link], ports: str, *, is_configured: bool = True) -> list[Finding]:
-    """Return a finding for each closed link, at its source, and one for each host without a closed link.
+    """Return a finding for each closed link, at its source, and one for each source without a closed link.
 
     ``ports`` is the range of ports that the links were tried at: "0" for any, or LOW-HIGH. ``is_configured``: whether
     network.ports is this range.

@@ -7,7 +7,7 @@
 Order counts: the first host is the head. ssh gets each name unchanged, so users, ports and addresses belong into the
 ssh configuration. A name that ssh would read as an option is an error.
 
-Fails with UsageError, which has a line for every wrong line of the file.
+Fails with UsageError, which has a line for every problem of the file.
 """
 
 from __future__ import annotations

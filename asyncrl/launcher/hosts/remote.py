@@ -2,7 +2,7 @@
 
 It first sends what the host offers, then answers orders (common/agent_messages.py). At a HostSpec it becomes the guard
 of the host's agent, with the same standard input and output. Before that it exits when standard input ends, or when no
-order comes for ORDER_S, and leaves nothing behind. The doctor's entry point serves its own orders by ``serve``.
+order comes in time, and leaves nothing behind. The doctor's entry point serves its own orders by ``serve``.
 
 A host that sees the launcher's run folder, which the run's id in it proves, uses that folder. Any other host makes a
 folder at the same path and marks it as its part of the run. If an unmarked folder is there already, the host leaves it
@@ -78,10 +78,10 @@ def main() -> int:
 
 
 def serve(facts: HostOffer, answers: Mapping[type[Any], Callable[[Any], Any]], output: int = 1) -> int:
-    """Send ``facts``, then answer orders until standard input ends or none comes for ORDER_S; returns the exit code.
+    """Send ``facts``, then answer orders until standard input ends or none comes in time; returns the exit code.
 
-    ``answers`` has a function for each type of order. ``output`` is the descriptor to which lines are written. If an
-    order fails, a Refusal is the last line.
+    The time is ORDER_S, but after a FetchOrder at least its limit. ``answers`` has a function for each type of order.
+    ``output`` is the descriptor to which lines are written. If an order fails, a Refusal is the last line.
     """
     orders = msgspec.json.Decoder(Union[tuple(answers)])  # noqa: UP007
     try:

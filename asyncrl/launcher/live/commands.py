@@ -1,6 +1,7 @@
 """Commands to a live run, whose launcher need not be alive: preempt it, drain a host, start a replica again.
 
-They fail with UsageError if the run cannot be reached or refuses, and with DeadlineExceeded if it does not answer.
+They fail with UsageError if the run cannot be reached or refuses. If it does not answer, ``stop_run`` shows a warning,
+and the others fail with DeadlineExceeded.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ async def leave_run(run: LiveRun, host: str, within_s: float | None = None) -> i
 
 
 async def stop_run(run: LiveRun) -> int:
-    """Preempt the run and wait for its end; returns 0 if it is done or can be resumed without a loss, else 1.
+    """Preempt the run and wait for its end; returns 0 if it is done, preempted, or stopped without a loss, else 1.
 
     The controller preempts the run, and the head's agent keeps the deadlines and records how it ended. This command
     waits for the controller's answer, and then for the end, each at most preempt.grace_s + supervision.drain_s and a

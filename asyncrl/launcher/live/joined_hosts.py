@@ -10,7 +10,8 @@ ended. They end with the run, or leave it before: by ``--leave``, at the control
 is interrupted. At the first signal the controller drains them, except a host with the last rollouter; at the second
 they are killed. Either way the run continues. A lost connection ends only the view of that host.
 
-Fails with HostFailed for hosts, with ConfigError for the model, and with UsageError for a request that the run refuses.
+Fails with HostFailed for hosts, with ConfigError for the model, and with UsageError for hosts that do not fit the run
+and for a request that the run refuses.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Connects a command to a live run: finds the run folder, loads the keys and calls the controller.
 
 Users who can read the private folder on the head's machine may call the controller as ``launcher/0``, several commands
-at once. Every call has a deadline. Fails with UsageError if there is no such run, it has ended, or this user cannot
-read its private folder. If the controller refuses a request, the error has its reason.
+at once. Calls have a deadline, except in ``members_of``. Fails with UsageError if there is no such run, it is only just
+starting, it has ended, or this user cannot read its private folder. If the controller refuses a request, the error has
+its reason.
 """
 
 from __future__ import annotations

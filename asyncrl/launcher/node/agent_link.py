@@ -19,7 +19,7 @@ from asyncrl.rpc.wire.keys import load_credentials
 from asyncrl.rpc.wire.zeromq import ZmqTransport
 
 SILENCE_SHARE = 0.5
-"""Deadline of a call to the controller, as a share of the shorter of supervision.silence_s and host_lost_s."""
+"""Longest deadline of a WatchRun, as a share of the shorter of supervision.silence_s and host_lost_s."""
 
 
 class AgentLink(Actor):

@@ -73,7 +73,7 @@ class _Unexplained:
     death_at: float
     """Time at which the end counts as a death without the controller's answer."""
     hint: str
-    """Last line of the actor's log, which is shown if the end counts as a death."""
+    """The hint of ``exited``, which is shown if the end counts as a death."""
     blameless: bool
     """Whether a death would not count as a failure, because this host was cut off."""
 
@@ -97,7 +97,7 @@ class AgentState:
     """Seconds that a preempted run has for its checkpoint."""
     failure: ActorFailed | None = None
     stopped: str = ""
-    """Reason that the run was stopped; empty if it was not."""
+    """Reason that the run was stopped or preempted; empty if it was neither."""
     preempted: bool = False
     """Whether the run was preempted, and left a checkpoint to resume from."""
     finished_run: bool = False
@@ -227,7 +227,7 @@ class AgentState:
         return [] if name == CONTROLLER else [ActorStarted(name=name, incarnation=incarnation)]
 
     def exited(self, name: str, exit_code: int, hint: str, now: float) -> list[Instruction]:
-        """A process has ended with its group, or failed to start; ``hint`` is the last line of its log, or the reason.
+        """A process has ended with its group, or failed to start. ``hint``: last line of its log, reason, or empty.
 
         Returns the report on the end, but the controller's own end has none. While the run continues here, the end
         counts as a death. An exit code of 0 does so only if the controller did not ask for it (``end_noted``). The
@@ -380,7 +380,7 @@ class AgentState:
         return self.preempt("the death of a guard", now)
 
     def kill(self, reason: str, now: float) -> list[Instruction]:
-        """Kill everything at once. If there is a checkpoint, the run counts as preempted."""
+        """Kill everything now. A run that is not ending counts as preempted if it has begun and has a checkpoint."""
         if not self.ending:
             self.stopped = reason
             self.preempted = self._has_begun and self._has_checkpoint

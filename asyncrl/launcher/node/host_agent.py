@@ -59,7 +59,7 @@ LOOK_FOR_CONTROLLER_S = 0.02
 STACKS_S = 5.0
 """Seconds that an actor has to write its stacks, in addition to four heartbeats."""
 FAREWELL_S = 2.0
-"""Seconds for each of the last steps: stacks, farewell, logs, and the wait for ARRIVED."""
+"""Seconds for each of the last steps: stacks, a failed host's farewell, logs, events, and the wait for ARRIVED."""
 ASK_STOP_S = 2.0
 """Seconds for the controller to confirm a request to stop the run; after them everything is killed."""
 

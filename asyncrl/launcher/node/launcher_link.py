@@ -1,7 +1,7 @@
 """A node agent's connection to its launcher: events, heartbeats, and the logs of a host without the shared run folder.
 
 A suspended launcher may read nothing for days, so most events are dropped while much is unread. Logs are sent in order
-and in whole lines. Lines for which there is no room wait in their file.
+and, except for a long or last line, in whole lines. Lines for which there is no room wait in their file.
 """
 
 from __future__ import annotations

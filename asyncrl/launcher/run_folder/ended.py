@@ -1,7 +1,8 @@
 """How a run ended: the record of its end in the run folder, and the checkpoint and model that it has left.
 
 Each start and each resume of a run is an attempt. The head's agent writes the record of an attempt when everything that
-it started has ended. If the last attempt has no record, it was killed. Reading fails with OSError.
+it started has ended. If the last attempt is over without a record, it was killed, or the disk was full. Reading
+fails with OSError.
 """
 
 from __future__ import annotations

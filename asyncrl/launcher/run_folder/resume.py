@@ -3,8 +3,9 @@
 ``find_resumption`` only reads and compares. ``Resumption.begin`` then changes the folder, while its caller holds the
 private folder (private.py). The order of the data and the meaning of a step depend on the seed and on the geometry of
 batches. If these differ from the checkpoint's, the resume is refused with RunChanged (exit code 78), unless the user
-allows it. The checks before the start compare the prompts; if these checks take too long, the dataloader does. Other
-adapters, and a whole model in place of adapters, are refused with ConfigError: no flag allows that.
+allows it. The checks before the start compare the prompts; for a mixture, or if these checks take too long, the
+dataloader does. Other adapters, and a whole model in place of adapters, are refused with ConfigError: no flag allows
+that.
 
 If the newest checkpoint is damaged, the run resumes from the newest one that is whole. A damaged checkpoint that the
 user has named is refused with CheckpointError. This module verifies all bytes of a checkpoint that the user has named.
