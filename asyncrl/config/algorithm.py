@@ -120,7 +120,7 @@ class SftConfig(Section):
     lr: Annotated[float, Field(ge=0)] | None = None
     """Peak learning rate of the warm steps, which have their own optimizer; by default learner.lr."""
     rise_steps: NonNegative = 0
-    """Warm steps in which the rate rises; it then falls linearly to 0 at their end."""
+    """Warm steps in which the rate rises; it then falls linearly, to 0 after the last."""
     max_tokens: Positive | None = None
     """Longest sequence of a conversation; by default the longest that the run samples."""
     on_long: Literal["error", "cut"] = "error"

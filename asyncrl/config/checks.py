@@ -379,7 +379,7 @@ def _curriculum_problems(config: Config) -> Iterator[Problem]:
 
 
 def _check_data(key: str, data: PromptsConfig, *, is_episode: bool) -> Iterator[Problem]:
-    """Yield the conflicts within a set of prompts. ``key`` is its table, "data" or "eval.NAME.data"."""
+    """Yield the conflicts within a set of prompts. ``key`` is its table, for example "eval.NAME.data"."""
     if data.source not in ("reasoning_gym", "synthetic") and data.path is None:
         yield f"{key}.path", 'is required unless source is "reasoning_gym" or "synthetic"'
     if data.source == "reasoning_gym" and data.task is None:

@@ -36,7 +36,7 @@ class EpisodeConfig(Section):
     max_turns: Positive = 32
     """Most answers of the policy; then the episode ends and is scored as truncated."""
     max_context_tokens: Positive | None = None
-    """Longest context plus answer; by default data.max_prompt_tokens + rollout.max_tokens."""
+    """Longest context plus answer; by default the longest prompt plus the longest response."""
     start_timeout_s: Seconds = 60.0
     """Longest time to the first call of the policy."""
     turn_timeout_s: Seconds = 120.0

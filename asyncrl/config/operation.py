@@ -30,8 +30,8 @@ class CheckpointConfig(Section):
     export_at_end: bool = True
     """Write the final weights in Hugging Face layout to export/ in the run folder."""
     room_wait_s: Seconds = 300.0
-    """After the last step, longest wait for room to write the last checkpoint and the export; then the run fails.
-    A preempted run has preempt.grace_s instead."""
+    """Longest wait for room for the last checkpoint and the export, or for a version when nothing is left to train;
+    then the run fails. A preempted run has preempt.grace_s instead."""
 
 
 class ResumeConfig(Section):

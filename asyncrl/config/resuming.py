@@ -4,7 +4,7 @@
 under its configuration. If a key changes that these groups depend on, they are generated again.
 
 Invariant: every key of the configuration is in one class. A key that generation, scoring or the choice of groups
-depends on is in the class GENERATED, or cannot change.
+depends on is in the class GENERATED, or in one whose changes are checked.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class VllmEngineConfig(Section):
     """Settings of the vLLM engine."""
 
     max_model_len: Positive | None = None
-    """Longest prompt plus response; by default data.max_prompt_tokens + rollout.max_tokens."""
+    """Longest prompt plus response; by default the longest that the run samples."""
     max_num_seqs: Positive = 256
     """Most requests decoded together."""
     gpu_memory_utilization: Fraction | None = None

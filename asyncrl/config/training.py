@@ -51,8 +51,8 @@ class PromptsConfig(Section):
     """JSON files (.jsonl, .json, .gz), Parquet files, a folder of datasets.save_to_disk (hf), a reasoning-gym task, or
     synthetic prompts. auto derives one of the first three from path."""
     path: OptionalPath = None
-    """File, glob or folder, or a name of the hub: ORG/NAME[@REVISION][/PATH]. In a folder of JSON or Parquet files,
-    those whose names contain the split are read."""
+    """File, glob or folder, or a name of the hub: ORG/NAME[@REVISION][/PATH]. From a folder of files, those
+    whose paths name the split are read, or all if no path names a split."""
     split: str = "train"
     """Split to read from a folder that has several."""
     task: str | None = None
@@ -406,8 +406,8 @@ class StalenessConfig(Section):
 class EvalConfig(Section):
     """A named evaluation set.
 
-    Its rows become prompts as those of [data] do. The set inherits template, system, prompt_key, on_bad_row and the
-    limits; a key of its own wins. `system = ""` removes the system message of [data].
+    Its rows become prompts as those of [data] do. The set inherits the keys that do not say where rows come from; a key
+    of its own wins. `system = ""` removes the system message of [data].
     """
 
     data: EvalPromptsConfig

@@ -310,7 +310,7 @@ class Controller(RunActor):
 
     @handler
     def run_finished(self, request: RunFinished, caller: Caller) -> Done:
-        """Let the run drain: the learner has trained its last step and written its files."""
+        """Let the run drain: the learner has ended its work, after the last step or a preemption."""
         if self.machine.finish(self.clock.now(), preempted=request.preempted, by=caller.name, failure=request.failure):
             self.log.info("run is finished", by=caller.name, preempted=request.preempted, failure=request.failure)
             self.state_changed()

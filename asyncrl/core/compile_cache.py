@@ -1,7 +1,7 @@
 """The folder in which torch keeps compiled graphs, one for learner and engines, so that later runs find them.
 
-It is the user's choice, else lasts in the user's cache, else is temporary. Never fails: a folder without room or rights
-is not used.
+It is the user's choice, else lasts in the user's cache, else is temporary. Never fails: a user's cache without room or
+rights is not used.
 """
 
 from __future__ import annotations

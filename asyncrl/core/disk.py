@@ -2,7 +2,7 @@
 
 A system call on a full disk fails with ENOSPC or EDQUOT. Libraries above it raise errors of their own. Those in Rust
 keep the number in their text ("os error 28"). The writer of torch's archives complains about its position instead.
-Descriptions name the disk, the bytes that are free there and the bytes that are needed.
+Descriptions name the disk, the bytes that are free there and, if the caller knows them, the bytes that are needed.
 
 Never fails. Where the operating system does not say how much is free, the number is missing.
 """

@@ -1,4 +1,4 @@
-"""Every exception that asyncrl raises on purpose.
+"""Exceptions that asyncrl raises on purpose; some modules define further ones.
 
 They have one root, so that a caller can catch all of them and nothing else. Each subclass also inherits from the
 matching type of the standard library. It carries its facts as fields and can be pickled. Its message says what went
@@ -21,7 +21,7 @@ class AsyncRLError(Exception):
 
     exit_code = 1
     restartable = True
-    """Whether to restart an actor that ends with this error; if False, the run ends instead."""
+    """Whether to restart an actor that ends with this error; if False, the run ends unless it can spare the actor."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Exceptions with keyword-only fields do not pickle by default.
@@ -76,7 +76,7 @@ class HubRefused(AsyncRLError, RuntimeError):
 
 
 class UsageError(AsyncRLError, ValueError):
-    """The command line is wrong."""
+    """A command, or a call of the Python API, cannot be carried out as it was given."""
 
     exit_code = 2
     restartable = False
@@ -180,7 +180,7 @@ class NotKept(AsyncRLError, OSError):
 
 
 class RestoreNeeded(AsyncRLError, RuntimeError):
-    """The dataloader or the learner has restarted; the dataloader waits for ``Restored``."""
+    """The dataloader or the learner has started; the dataloader waits for ``Restored``."""
 
     code = "restore_needed"
     retryable = True
@@ -358,7 +358,7 @@ class MessageTooLarge(ProtocolError):
 
 
 class Refused(WireError):
-    """The peer answered HELLO with REFUSE. ``ours`` and ``theirs`` are the values that do not agree."""
+    """The peer refuses this actor, as by a REFUSE. ``ours`` and ``theirs`` are the values that do not agree."""
 
     def __init__(self, peer: str, code: str, *, ours: str, theirs: str) -> None:
         self.peer, self.code, self.ours, self.theirs = peer, code, ours, theirs
@@ -382,7 +382,7 @@ class DeadlineExceeded(WireError, TimeoutError):
 
 
 class RemoteError(WireError):
-    """The handler on the other side failed. ``code`` is stable; the handler sets ``retryable``."""
+    """The other side answered a call with an ERROR. ``code`` is stable; a ``retryable`` call may succeed later."""
 
     def __init__(self, actor: str, code: str, message: str, *, retryable: bool = False) -> None:
         self.actor, self.code, self.message, self.retryable = actor, code, message, retryable

@@ -2,7 +2,7 @@
 
 An actor binds one server, knows its peers by name, and passes through setup → run → close. Its background tasks belong
 to one TaskGroup: when one fails, the actor fails and ends. It reports the reason to the controller only if the failure
-ends the run. It ends in good order when the controller drains its role. Everything here runs on one event loop; work
+may end the run. It ends in good order when the controller drains its role. Everything here runs on one event loop; work
 that blocks goes to a thread.
 """
 
@@ -167,7 +167,7 @@ class Actor(EndpointOwner):
         """Handle the death of another actor: this incarnation of it and all older ones are dead.
 
         Called at most once for each incarnation. The sign is the HELLO of a newer incarnation, or the controller's
-        report that the process has ended or its host is lost.
+        report that the process has ended, its host is lost, or it has left the run.
         """
 
     def preempted(self) -> None:

@@ -3,7 +3,7 @@
 An actor reaches the controller through a ``Peer`` of its own endpoint. Every other connection is a ControllerClient
 with an endpoint and a transport of its own. So it works in another thread, or in a process that is no actor. If the
 controller is away, the connection comes back with its successor at the same address. ``ask`` fails with UsageError,
-whose text is for users, or with DeadlineExceeded.
+whose text is for users, or with an OSError, such as DeadlineExceeded.
 
 A controller leaves its address in ``AddressFile``, a JSON object in the run's private folder, for its node agent, for
 commands and for its successor. A reader sees a whole file or no file.
@@ -76,7 +76,8 @@ class ControllerClient:
         """Send a request and return its reply; repeats a request that was refused only for now.
 
         ``timeout`` (s), by default ``call_timeout_s``, covers all repeats. Raises RequestRefused, UsageError if the
-        controller does not accept the connection or the run has ended, and DeadlineExceeded with the whole time.
+        controller does not accept the connection or the run has ended, and DeadlineExceeded with the whole time. A
+        request that is not idempotent may also end with PeerRestarted.
         """
         loop = asyncio.get_running_loop()
         began, look_s = loop.time(), LOOK_S if request.idempotent else math.inf

@@ -129,7 +129,7 @@ class ControllerSession:
         """Id (RunState.trace) of the last trace request that the actor has answered; 0 before the first."""
 
     async def register(self, address: str) -> None:
-        """Register the actor with the controller. While ``address`` is empty, no other actor can find it."""
+        """Register the actor with the controller. While ``address`` is empty, no other actor can call it."""
         actor = self._actor
         if address and actor.context.credentials.curve:
             # The attempt says which of this actor's keys the server has (wire/zeromq.py).
@@ -151,7 +151,7 @@ class ControllerSession:
 
         On each new state: learn new members, register again with a new controller, ignore dead actors, and send the
         trace if it is asked for. Then let the actor drain, handle a preemption or leave. A failed call is made again
-        after a pause. Raises RemoteError if a new controller refuses this incarnation.
+        after a pause. Raises RemoteError or Refused if a controller refuses this incarnation.
         """
         actor = self._actor
         while True:

@@ -107,7 +107,7 @@ class Heartbeats:
         self._beats = 0
         """Number of the last heartbeat; one that was left out has no number."""
         self._cpu_s = 0.0
-        """Processor time of all heartbeats but the last."""
+        """Processor time of the calls of ``send`` so far (s)."""
         self._seen_welcomes = 0
         """``Peer.welcomes`` at the last heartbeat; after a new connection the next heartbeat is complete."""
         self._stacks_written = 0
@@ -249,7 +249,7 @@ def leaves_room(supervision: SupervisionConfig, watchdog: WatchdogConfig) -> boo
 
 
 class HeartbeatThread:
-    """Sends a heartbeat in each interval until stopped."""
+    """Calls ``Heartbeats.beat`` in each interval until stopped."""
 
     def __init__(self, actor: Actor, address: str, loop: asyncio.AbstractEventLoop) -> None:
         self._heartbeats = Heartbeats(actor, address, loop)

@@ -1,9 +1,9 @@
 """Linux's means for processes, with the standard library alone: descendants, age, limits, host.
 
-A *subreaper* becomes the parent of every descendant whose own parent dies, in any session or process group and with any
-environment. So the rule is simple: kill all children, reap them, and repeat while children are left. Signals go only to
-children of this process and to members of a child's group or session. The child has not been reaped, so its pid belongs
-to no other process. No signal can hit a process of another program.
+A *subreaper* becomes the parent of every descendant whose own parent dies, unless a nearer ancestor is one. The
+session, process group and environment do not matter. So the rule is simple: kill all children, reap them, and repeat
+while children are left. Signals go only to children of this process and to members of a child's group or session. The
+child has not been reaped, so its pid, group and session belong to no other program.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def age_s() -> float:
 def end_children(deadline_s: float) -> list[int]:
     """Kill and reap all children, and the orphans that become children meanwhile. This process must be a subreaper.
 
-    Returns the pids that are left after ``deadline_s`` seconds, stuck in the kernel; normally none. Nothing else in
-    this process may wait for children meanwhile.
+    Returns the pids that are left after ``deadline_s`` seconds, stuck in the kernel or of another user; normally none.
+    Nothing else in this process may wait for children meanwhile.
     """
     until = time.monotonic() + deadline_s
     while True:
@@ -110,7 +110,7 @@ def reap_child(pid: int) -> int | None:
 def kill_group(leader: int) -> None:
     """SIGKILL the process group whose leader is a child that has not been reaped."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        # PermissionError: every member that is left is a zombie or runs as another user.
+        # PermissionError: every member that is left runs as another user.
         os.killpg(leader, signal.SIGKILL)
 
 

@@ -92,7 +92,7 @@ class KnownHosts:
         }
 
     def in_doubt(self, registry: Registry, now: float) -> set[str]:
-        """The actors on hosts in doubt."""
+        """The actors on hosts in doubt or lost."""
         return {
             actor for host in self.known.values() if self._is_in_doubt(host, registry, now) for actor in host.actors
         }

@@ -11,8 +11,8 @@ A report names the waits of all actors and chooses no culprit: a stall restarts 
 ``stall_s`` + ``deadlines_s``, the deadlines of all kinds of work together. No work that takes longer can still succeed.
 
 Invariant: a stall is reported once, and again after pauses that double for as long as it lasts. There is no report
-while the run starts, drains, or has nothing to do. Time in which this process itself did not run does not count. Pure:
-the caller passes the time (monotonic, s).
+while the run starts, is preempted, drains, or has nothing to do. Time in which this process itself did not run does not
+count. Pure: the caller passes the time (monotonic, s).
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class UnreachableActors:
     def _forget_condemnations(
         self, actors: Mapping[str, ReadyActor], paths: Iterable[Path], now: float, listening_since: float
     ) -> None:
-        """Forget the condemnations of actors that have been ready and on no broken path for ``window_s``."""
+        """Forget the condemnations of actors that have been ready and on no reported path for ``window_s``."""
         broken = {name for path in paths for name in path}
         for name, record in list(self._condemnations.items()):
             if name not in actors or name in broken:

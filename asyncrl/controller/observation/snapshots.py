@@ -1,7 +1,7 @@
-"""Builds snapshots of the run when viewers or the recording need one, and sends them to viewers.
+"""Builds snapshots of the run when viewers, the recording or sinks need one, and sends them to viewers.
 
-Without viewers, snapshots are built only for the recording. Each is encoded once. Invariant: a viewer's first snapshot
-is at most SNAPSHOT_S old, and a viewer never gets the same one twice.
+Without viewers, snapshots are built only for the recording and the sinks. Each is encoded once. Invariant: a viewer's
+first snapshot is at most SNAPSHOT_S old, and a viewer never gets the same one twice.
 
 A viewer may send requests and not read the answers, so that ZeroMQ's queue of its connection would grow. So a viewer
 confirms each snapshot by its number, which it cannot guess. If it does not confirm, it waits twice as long for each
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from asyncrl.controller.observation.observation import Observation
 
 SNAPSHOT_S = 0.5
-"""Shortest time between two snapshots (s)."""
+"""Shortest time between two snapshots for viewers (s)."""
 WATCHED_S = 15.0
 """Time after the last request of any viewer in which the run counts as watched (s)."""
 LARGEST_STEP = 1 << 20

@@ -12,8 +12,9 @@
 * A preempted run has the exit code for preemption only if there is a complete checkpoint.
 * Actors of a lost host are not awaited (lost_actors.py). The run fails if it needs one for too long.
 * A replica has to rest (reserve.py) if its agent has given it up, it stays unreachable or it is not ready in time. It
-  is started again after a rest. The run fails if fewer than ``min_replicas`` rollouters or no reward pool are left. A
-  preempted run does not, because it only needs the learner.
+  is started again after a rest. The run fails if a restart would not help (``may_rest``), or if fewer than
+  ``min_replicas`` rollouters or no reward pool are left. A preempted run continues with fewer, because it only needs
+  the learner.
 
 Each change of the message has the next ``number``. A method that may change it returns whether it did, except
 ``stage_changed``. The caller passes the time (monotonic, s) and calls ``tick`` no later than ``next_deadline``.
@@ -46,7 +47,7 @@ LAST_RANK = ROLES["controller"].drain_rank
 class RunOutcome:
     """The result of the run. ``actor`` is the one that failed, ``log`` the path of its log; empty if none failed.
 
-    ``exit_code`` is 0 if the last step was trained.
+    ``exit_code`` is 0 if all steps are trained and all files are written.
     """
 
     actor: str = ""

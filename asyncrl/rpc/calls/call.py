@@ -1,7 +1,8 @@
 """Parts of a peer: a call in flight, and the order in which calls are sent.
 
-The peer's *credit* is the number of calls that may be unanswered at once. A call is *out* from its turn until it ends.
-A large payload is *under way* until the peer says that it has it, even if its caller no longer waits.
+The peer's *credit* is the number of calls that may be unanswered at once. A call is *out* from its turn until it
+ends or is queued again. A large payload is *under way* until the peer has it or does not take it, even if its caller no
+longer waits.
 
 ``SendQueue`` is pure. Invariants: no more calls are out than the credit allows. The large payloads under way sum to at
 most BUDGET_BYTES, or there is only one. Small calls keep their order, and so do large calls. A small call goes before

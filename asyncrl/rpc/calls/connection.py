@@ -2,8 +2,8 @@
 
 A peer has a fixed address, or the controller's registry knows its address. If the connection breaks or HELLO gets no
 answer, this says HELLO again with exponential backoff and full jitter. Meanwhile it asks the registry for a successor
-of the peer. An actor that learns elsewhere that a peer was replaced calls ``adopt``. From then on messages of older
-incarnations are ignored.
+of a peer without a fixed address. An actor that learns elsewhere that a peer was replaced calls ``adopt``. From then on
+messages of older incarnations are ignored.
 
 The peer is *unreached* from the first attempt to connect, or the loss of the connection, to the next WELCOME. On some
 network paths only small packets get through: the WELCOME comes, and then the connection is lost. Such a connection does
@@ -125,7 +125,7 @@ class PeerConnection(ABC):
     def adopt(self, incarnation: int) -> None:
         """Accept only messages of ``incarnation`` or a newer one from now on. An older one changes nothing.
 
-        Drops a connection to an older incarnation and looks for the new one, which gets the idempotent calls in flight.
+        Drops a connection to an older incarnation and looks for the new one. peer.py says which calls it gets.
         """
         assert not self.is_fixed, "a peer of a fixed address has no older incarnation elsewhere"
         if incarnation <= self._adopted:

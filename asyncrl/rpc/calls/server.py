@@ -2,8 +2,8 @@
 
 Only HELLO is served on a connection before its WELCOME. A peer is refused if it speaks another protocol, belongs to
 another run, or has another secret or another actor's key. A peer that is dead or was replaced is refused too, and so is
-one beyond a limit on names or connections. A message that the role of its sender may not send gets an ERROR
-(messages/__init__.py).
+one beyond a limit on names or connections. A call that the role of its sender may not send gets an ERROR
+(messages/__init__.py), and such a cast is dropped.
 
 A caller may send the same call again. The server ignores the repeat while the handler of the call runs. The reply to a
 call that is not idempotent is stored until the caller has it, and answers each repeat. A caller without an answer asks

@@ -1,10 +1,11 @@
 """Incarnations: numbers that identify the successive processes of an actor. A node agent assigns them.
 
-An incarnation is ATTEMPT * SPAN + N, where N counts the processes of one actor name within one attempt of the run, from
-1. A *rank group* is a set of actors that must start together, such as the ranks of the learner. Its members share one
-incarnation, the *generation* of the group. A new member gets a number above its predecessor's, and at least the newest
-known generation. So members that may meet have one number, even if different agents started them while the controller
-was away. Clocks are not used: those of two hosts differ, and any clock may step back.
+An incarnation is B * SPAN + N, where B grows with each attempt of the run. N grows with each process of one actor name
+within the attempt, from 1. A *rank group* is a set of actors that must start together, such as the ranks of the
+learner. Its members share one incarnation, the *generation* of the group. A new member gets a number above its
+predecessor's, and at least the newest known generation. So members that may meet have one number, even if different
+agents started them while the controller was away. Clocks are not used: those of two hosts differ, and any clock may
+step back.
 
 Invariant: the numbers of one name only grow, also over attempts, and no two of its processes have the same. An agent
 knows the processes that it has started. The controller reports those that another agent has started (``hear``). Pure.

@@ -36,7 +36,7 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Do not restart the actor, for this reason. The run continues without a replica, and ends without any other."""
+    """Do not restart the actor, for this reason. The controller decides whether the run continues without it."""
 
     reason: str
 

@@ -2,8 +2,8 @@
 
 The event loop's reader callback drives the sockets: there is no task and no future per message. A ROUTER is MANDATORY
 (it reports peers that are gone), and HANDOVER lets a peer that comes back keep its routing id. Heartbeats of clients
-end half-open connections. LINGER is 0 and high-water marks are finite, so nothing waits and no queue grows without
-bound.
+end half-open connections. LINGER is 0 and high-water marks are finite, so nothing waits and no queue of messages grows
+without bound.
 
 A frame over MAXMSGSIZE makes ZeroMQ drop the connection silently, so senders check the limit that the peer stated.
 Under CURVE a client cuts messages that are too large for the server's limit (codec.py). A peer that does not complete
