@@ -27,7 +27,7 @@ class ActorRecord(Struct, gc=False, frozen=True, kw_only=True):
     facts: dict[str, Any] = {}
     """Further facts that its peers need. A node agent has its host's ``actors``."""
     attempt: Count = 0
-    """Number of times that it was started again."""
+    """Number of times that it was started again, at most supervision.max_restarts."""
 
 
 class Register(Request, frozen=True, kw_only=True):
@@ -57,7 +57,7 @@ class Resolve(Request, frozen=True, kw_only=True):
 
 
 RunPhase = Literal["starting", "running", "preempting", "draining", "done", "failed"]
-"""Phase of a run. ``preempting``: no new generation starts, and the learner writes a checkpoint at its next version."""
+"""Phase of a run. ``preempting``: no new group is begun, and the learner writes a checkpoint at its next version."""
 
 
 class Condemned(Struct, gc=False, frozen=True, array_like=True):
@@ -170,8 +170,8 @@ class WatchRun(Request, frozen=True, kw_only=True):
 class StopRun(Request, frozen=True, kw_only=True):
     """Agent or asyncrl-launch --stop to controller: end the run in order; with ``preempt``, after a checkpoint.
 
-    A run that is still starting has nothing to write and ends at once. ``reason`` names who stops the run; with
-    ``preempt`` it is shown after the words "preempted by".
+    A run that is still starting, or only evaluates, has nothing to write and ends at once. ``reason`` names who stops
+    the run; with ``preempt`` it is shown after the words "preempted by".
     """
 
     reply = Done
@@ -223,7 +223,7 @@ class ActorStarted(Request, frozen=True, kw_only=True):
 
 
 class EndNoted(Message, frozen=True, kw_only=True):
-    """The end is recorded. ``asked``: whether the controller had requested it."""
+    """The end is recorded. ``asked``: whether the actor's role drains or the actor has to leave."""
 
     asked: bool = False
 

@@ -148,7 +148,7 @@ class Restored(Request, frozen=True, kw_only=True):
     reply = Resumed
     senders = LEARNER
     version: Count
-    """Newest published version, that of the present weights. An engine with an older version gets no lease."""
+    """Newest published version, that of the present weights. An engine with an older one gets no lease for training."""
     trained_at_version: Count
     """T(version)."""
     groups_left: Count
@@ -180,7 +180,7 @@ class LeasesHeld(Message, frozen=True, kw_only=True):
     attempts: dict[Uid, Count]
     """Deaths of the prompt of each lease that is held, by uid: Lease.attempt and the deaths since then."""
     leaving: bool = False
-    """Whether the rollouter is leaving, and takes no lease above ``seen``."""
+    """Whether the rollouter leaves, or the run is preempted: it takes no lease above ``seen``."""
 
 
 class OpenLeases(Request, frozen=True, kw_only=True):

@@ -24,10 +24,10 @@ class EpisodeDone(Message, frozen=True, kw_only=True):
     """Reward of the whole trajectory from the user's code; None if the code gave no reward."""
     components: dict[str, float] = {}
     error: str = ""
-    """Reason of the failure: the exception and its line of code, or the exit code and the last lines of output."""
+    """Reason of the failure, such as the exception and its line of code, or the exit code and last lines of output."""
     blame: Literal["episode", "host"] = "episode"
-    """Cause of the error. ``host``: the worker died, was killed or stalled, perhaps because of another episode. Then
-    this does not count as an attempt."""
+    """Cause of the error. ``host``: the worker died, was killed or stalled, perhaps because of another episode, or a
+    turn's reward did not arrive. Then this does not count as an attempt."""
 
 
 class RunEpisode(Request, frozen=True, kw_only=True):
@@ -119,7 +119,8 @@ class Chat(Request, frozen=True, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     stop: list[Annotated[str, Meta(min_length=1)]] = []
     stream: bool = False
-    """Whether to send ChatDelta casts meanwhile, each a piece of the reply's content; not if reasoning is parsed."""
+    """Whether to send ChatDelta casts meanwhile, each a piece of the reply's content; not with tools or stops, or if
+    reasoning is parsed."""
     untrained: bool = False
     """Whether to train nothing that is sampled for it: an auxiliary call, for example for a title."""
 
@@ -151,5 +152,5 @@ class TurnReward(Request, frozen=True, kw_only=True):
     senders = EPISODES
     session: SessionKey
     node: Count | None = None
-    """ChatReply.node of the turn; None for the last answer."""
+    """ChatReply.node of the turn; None for the newest trained answer, or without one for the newest."""
     value: float

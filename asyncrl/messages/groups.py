@@ -67,7 +67,7 @@ class Sequence(Struct, gc=False, kw_only=True):
     """A path through a conversation, as the policy saw it: a prompt, then T tokens, S of them of role ``sampled``."""
 
     prompt_ids: np.ndarray | None = None
-    """int32 [P], P > 0, the tokens before the first sampled one; None: the prompt of the lease."""
+    """int32 [P], P > 0, the tokens before the first one of the policy; None: the prompt of the lease."""
     tokens: np.ndarray
     """int32 [T]; the first is sampled, or repeated."""
     logprobs: np.ndarray
@@ -75,7 +75,7 @@ class Sequence(Struct, gc=False, kw_only=True):
     spans: list[VersionSpan]
     """Contiguous, covering [0, T)."""
     turns: list[Turn] = []
-    """The policy's answers in it, ascending; empty if the whole sequence is one answer."""
+    """The answers of role ``sampled`` in it, ascending; empty if the whole sequence is one answer."""
     sets: TokenSets | None = None
     """The set from which each sampled token was sampled, under the lease's ``truncation``."""
     routes: np.ndarray | None = None
@@ -151,14 +151,15 @@ class RequestLeases(Request, frozen=True, kw_only=True):
 
 
 class ReturnLeases(Request, frozen=True, kw_only=True):
-    """Rollouter to dataloader: these groups were not generated; lease them to another rollouter."""
+    """Rollouter to dataloader: these groups will not be delivered; lease them to another rollouter."""
 
     reply = Done
     senders = ROLLOUTER
     uids: list[Uid]
     leaving: bool = False
-    """Whether the rollouter leaves the run: it requests no more leases, and holds nothing except ``holding``. Its other
-    leases were delivered to the learner, or were never received. Sent when it begins to leave, and again at its end.
+    """Whether the rollouter leaves, or the run is preempted: it requests no more leases, and holds nothing except
+    ``holding``. Its other leases were delivered to the learner, or were never received. Sent when it begins to leave,
+    and again at its end.
     """
     holding: list[Uid] = []
     """Uids of the groups that it may still deliver while it leaves."""
@@ -169,11 +170,11 @@ class Trajectory(Struct, gc=False, kw_only=True):
 
     sample: Count
     sequences: Annotated[list[Sequence], Meta(min_length=1)]
-    """Each sampled token has role ``sampled`` in exactly one. Their order depends on the requests, not on time."""
+    """Each token of a trained answer has role ``sampled`` in exactly one. Their order depends on the requests alone."""
     messages: list[dict[str, Any]] = []
     """The main path of the conversation, as in OpenAI's chat completions; empty if the prompt has a single response."""
     branches: list[list[dict[str, Any]]] = []
-    """The other paths of the conversation, each from its first message to its end."""
+    """The other paths of the conversation that end in a trained answer, each from its first message."""
     finish_reason: FinishReason
     text: str
     """The response; in a conversation, the last answer."""
@@ -182,7 +183,7 @@ class Trajectory(Struct, gc=False, kw_only=True):
     judgement: Annotated[str, Meta(max_length=LONGEST_JUDGEMENT)] = ""
     """Words of a judge about it; only samples/ uses them."""
     resumes: Count = 0
-    """Number of times that its generation was aborted and then continued."""
+    """Number of times that its generation was interrupted and then continued."""
     attempts: Annotated[int, Meta(ge=1)] = 1
     """Number of attempts at it: the failed ones, and this one."""
     turns: Count = 0

@@ -61,7 +61,8 @@ class MemberHost(Message, frozen=True, kw_only=True):
 class Leave(Request, frozen=True, kw_only=True):
     """Launcher to controller: drain a host, which then leaves the run. A repeat gets the same answer.
 
-    Refused while no other host has a rollouter that serves; the caller may retry if one is expected to.
+    Refused while no other host has a rollouter that serves; the caller may retry if one is expected to. Also refused if
+    the run needs another actor of the host.
     """
 
     reply = MemberHost

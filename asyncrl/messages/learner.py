@@ -14,9 +14,9 @@ class UpdateTimes(Struct, gc=False, frozen=True, kw_only=True):
     transport: str = ""
     """nccl, gloo, shm, stream, or ipc: shm with the bytes from a copy on the same GPU."""
     stage_s: float = 0.0
-    """Time until all bytes were received and verified; with shm and stream the engine generates meanwhile."""
+    """With shm and stream, time until all bytes were received and verified; the engine generates meanwhile. Else 0."""
     pause_s: float = 0.0
-    """Time from the pause until the engine was idle."""
+    """Time that it took to pause the engine."""
     load_s: float = 0.0
     """Time to load the weights; with nccl and gloo it includes the transfer."""
     resume_s: float = 0.0

@@ -67,8 +67,8 @@ class Resource(Struct, gc=False, frozen=True, kw_only=True):
     state_s: float = 0.0
     """Seconds in the present state."""
     seconds: dict[str, float]
-    """Seconds by state in the resource's last record; they never shrink. With ``since_s`` in the present state they add
-    up to its age at the last heartbeat of its actor."""
+    """Seconds by state in the resource's last record; they shrink only if it is replaced. With ``since_s`` in the
+    present state they add up to its age at the last heartbeat of its actor."""
     since_s: float = 0.0
     """Seconds in the present state from that record to the last heartbeat."""
 
@@ -125,7 +125,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     """Actor to controller, cast from a thread of its own: the actor lives, and this is its state.
 
     ``beat`` counts the heartbeats of an incarnation. Counters are cumulative since the incarnation's start. A heartbeat
-    carries the counters that have changed, and from time to time all (rpc/heartbeat.py). Those left out are unchanged.
+    carries the counters that have changed, and from time to time all (rpc/heartbeat.py). Those left out are unchanged,
+    or wait for a later heartbeat.
     """
 
     senders = MEMBERS
@@ -189,7 +190,7 @@ class ActorView(Struct, gc=False, frozen=True, kw_only=True):
     version: int = -1
     """Newest version of the weights that the actor knows."""
     loop_lag_s: float = 0.0
-    """Largest lag of its event loop since the last heartbeat."""
+    """Largest lag of its event loop in the interval before its last heartbeat."""
     loop_busy: float = 0.0
     """Share of the last interval in which its event loop's thread used a processor, 0 to 1."""
     cpu: float = 0.0

@@ -40,12 +40,12 @@ class Completion(Struct, gc=False, frozen=True, kw_only=True):
     text: str
     finish_reason: FinishReason
     tokens: Count
-    """Number of tokens that the policy sampled."""
+    """Number of tokens that the policy sampled, without those of untrained answers."""
     messages: list[dict[str, Any]] = []
     """The conversation of an episode, from its first message to the last answer, as in OpenAI's chat completions. Empty
     if the prompt has a single response."""
     branches: list[list[dict[str, Any]]] = []
-    """The other paths of the conversation, each from its first message to its end."""
+    """The other paths of the conversation that end in a trained answer, each from its first message."""
 
 
 class Scores(Message, frozen=True, kw_only=True):

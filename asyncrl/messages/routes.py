@@ -5,8 +5,8 @@ without experts holds zeros. The routes of a sequence of N tokens cover its firs
 the engine. A token keeps the route with which it was first computed. This holds even if an engine computes the token
 again, after an abort, a load or the death of an engine.
 
-Invariant: a group that is trained has the routes of all its tokens, in the shape of the learner's model
-(``check_routes``).
+Invariant: if the learner uses routes, a group that is trained has those of all its tokens, in the shape of the
+learner's model (``check_routes``).
 """
 
 from __future__ import annotations

@@ -241,7 +241,7 @@ class NextUpdate(Request, frozen=True, kw_only=True):
     workers: Annotated[int, Meta(ge=1)] = 1
     """Processes of the engine that take part in a broadcast."""
     joins_nccl: bool = False
-    """Whether it can be in one NCCL group with the learner: on GPUs, and on none of rank 0, which NCCL refuses."""
+    """Whether it can be in one NCCL group with the learner: on GPUs, not in time slices, and on no GPU of rank 0."""
 
 
 class Chunk(Message, frozen=True, kw_only=True):
@@ -308,7 +308,7 @@ class ReportUpdate(Request, frozen=True, kw_only=True):
 
 
 class ReportSleep(Request, frozen=True, kw_only=True):
-    """Rollouter to parameter server: the learner asks for the GPU of its engine, which sleeps next.
+    """Rollouter to parameter server: the learner asks for the GPU of its engine.
 
     The update under way and the open question end, and the update counts as no failure.
     """

@@ -283,7 +283,7 @@ class Rollouter(Actor):
         self.progress()
 
     def _updated(self, times: UpdateTimes) -> None:
-        """Keep the times of an update for the next statistics, and have these sent at once."""
+        """Keep the times of an update for the next statistics, and have these sent soon."""
         self._updates.append(times)
         self._stall_s = times.stall_s
         self._leases.news.set()

@@ -8,8 +8,9 @@ trajectory is scored as soon as it is finished, else the whole group at once.
 
 Invariants: a trajectory fails only by its episode, the reward function or its prompt. It fails by its prompt if engines
 have died of that too often, or can never serve it. A call of a reward pool that is away or in trouble does not count as
-an attempt: it is repeated until a pool answers. There is always a pool, since the controller restarts its actor. Fails
-with RemoteError if the pool's actor can never serve the call, and with Refused if this rollouter counts as dead.
+an attempt: it is repeated until a pool answers. A dead pool is restarted, and no run continues without pools.
+Fails with RemoteError if a pool or an episode host can never serve a call, and with Refused if this rollouter counts as
+dead.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class RewardPools:
         """Number of calls so far that got no answer."""
 
     def connect(self) -> None:
-        """Connect to all pools, because ``score`` chooses only connected ones."""
+        """Connect to all pools, because ``score`` prefers connected ones."""
         for pool in self._config.reward_pools:
             self._peer(pool).connect()
 

@@ -58,7 +58,7 @@ class HeldLeases:
         self._dataloader = self._learner = 0
         """The newest known incarnations; replies of older ones do not count."""
         self.news = asyncio.Event()
-        """Set when statistics should be sent to the learner at once, as after the receipt of a lease."""
+        """Set when statistics should be sent to the learner soon, as after the receipt of a lease."""
         self._room = asyncio.Event()
         """Set when there may be room for another trajectory."""
         self._ask_again = asyncio.Event()

@@ -31,7 +31,7 @@ Failure = Literal["start", "turn", "user", "answer", "reward", "policy", "host"]
 
 ``start`` and ``turn``: a deadline passed. ``user``: the user's code raised, or its program failed. ``answer``: there is
 no answer of the policy that could be trained. ``reward``: the code gave no reward, and no function does. ``policy``:
-engines died of the prompt too often. ``host``: the host or worker died, and the episode starts again.
+engines died of the prompt too often. ``host``: the host or worker failed, and the episode starts again.
 """
 REPORTED: frozenset[Failure] = frozenset({"start", "turn", "answer", "reward"})
 """Causes that EpisodeFaults reports to the user; the episode host reports errors of the user's code (``user``)."""

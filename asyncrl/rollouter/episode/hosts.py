@@ -44,7 +44,7 @@ class RunHosts:
         self._own_host, self._extra_hosts = f"episodes/{rollouter.context.index}", rollouter.config.extra_episode_hosts
 
     def connect(self) -> None:
-        """Connect to all hosts, because ``choose`` returns only connected ones."""
+        """Connect to all hosts, because ``choose`` returns a shared host only if it is connected."""
         for host in (self._own_host, *self._extra_hosts):
             self._peer(host).connect()
 

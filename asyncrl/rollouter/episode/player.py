@@ -7,7 +7,7 @@ After the death of a worker it starts at the same host, which knows which episod
 (episodes/episode_pool.py). Otherwise it starts at another host, if there is one.
 
 Invariant: when an attempt ends, its session is sealed and its host ends its code. Raises EpisodeFailed if another
-attempt may succeed, else TrajectoryFailed.
+attempt may succeed, else TrajectoryFailed, and RemoteError if the host can never serve the call.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class EngineManager:
         self.reason = ""
         """Why the engine had to be replaced the last time."""
         self.version = -1
-        """The version being served; -1 before the first commit of an engine."""
+        """The version being served; -1 before the first commit of an engine, and after a sleep."""
         self.sampled_tokens = 0
         self.reprefill = Reprefill()
         """Counts tokens computed again because of updates and sleeps."""
@@ -135,7 +135,7 @@ class EngineManager:
         self.loads = 0
         """Number of loads that succeeded, over all engines; if it is unchanged, so are the weights."""
         self._loaded: int | None = None
-        """The version that the engine holds complete; None before its first load and after a failed one."""
+        """The version that the engine holds complete; None without one, as during a load and after a sleep."""
         self._stopped_at = 0.0
         """Time (s) since which the engine admits nothing; kept after it admits again."""
         self.sampling: list[tuple[float, float]] = []
@@ -295,7 +295,7 @@ class EngineManager:
 
         Under on_update = drain it admits nothing more and waits until all running requests have ended. Returns False
         after ``timeout`` seconds; call it again then. In other modes it returns True at once.
-        ``stall_s`` then counts from the first call; at an engine's first load, from the last.
+        ``stall_s`` then counts from the first call; at an engine's first load and after a sleep, from the last.
         """
         if self._open.is_set() or self.version < 0:
             # An engine's first load costs no generation time: nothing was generated before.

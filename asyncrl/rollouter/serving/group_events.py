@@ -2,8 +2,8 @@
 
 The events of a sample are each submission to the engine, its end, and the score. An episode also has each call of the
 policy, the turn that the call continues, the turn that it became, and the episode's end. One log line has the events of
-a whole group; it is written when the group leaves the rollouter. The timeline shows each submission on the track of its
-slot.
+a whole group; it is written when the group leaves the rollouter, and now and then before. The timeline shows each
+submission on the track of its slot.
 
 Invariant: a sample keeps at most EVENTS_KEPT events, the first and the newest of them, and counts the others.
 """

@@ -9,12 +9,13 @@ Invariants:
 
 - An engine loads only verified bytes, and resumes only under a complete version.
 - After a failed load the engine stays paused until a load succeeds. After ``weights.max_attempts`` failed loads in a
-  row it is replaced.
+  row it is replaced; broken broadcasts do not count.
 - The pause for a broadcast ends at once if the broadcast is called off.
 - No wait for another replica is longer than the parameter server allows.
 
-Fails with ActorFailed when the engine has died too often, has another model than the learner, or drifts from it. Every
-other failure is reported and tried again.
+Fails with ActorFailed when the engine has died too often, has another model than the learner, or drifts from it. Fails
+with ConfigError when a new engine cannot run as configured. Every other failure is tried again, and reported unless the
+version is gone.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class UpdateFollower:
         self._current_update: WeightUpdate | None = None
         """The update that is being taken and not reported yet; None between updates."""
         self._failed_loads = 0
-        """Number of failed loads since the last commit."""
+        """Number of failed loads since the last commit or replacement, without broken broadcasts."""
         self.drifts = DriftRecord()
         """Drifts after the updates, for the metrics."""
 

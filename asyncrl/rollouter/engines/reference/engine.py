@@ -4,9 +4,8 @@ It is a shell around model.py. The event loop decides, and one thread computes. 
 arrival), each to its end, and the order does not change their tokens. Between two tokens the thread checks whether it
 is interrupted. Nothing is sampled during a load, because the same thread loads.
 
-Fails with EngineDied if a computation fails or makes no progress for ``rollout.engine_timeout_s``; then every waiting
-call fails with it. Fails with WeightsCorrupt and BroadcastFailed as base.py says. After a failed load the engine has
-its old weights.
+Fails with EngineDied if a computation fails or makes no progress in time; then every waiting call fails with it. Fails
+with WeightsCorrupt and BroadcastFailed as base.py says. After a failed load the engine has its old weights.
 """
 
 from __future__ import annotations

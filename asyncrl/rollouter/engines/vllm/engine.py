@@ -1,7 +1,7 @@
 """The vLLM engine: an AsyncLLM whose engine core runs in child processes.
 
-*Control calls* are all calls to the engine core except ``generate``; each has a deadline. A *flight* is a call of
-``generate`` that has not ended. launch.py gives the names of vLLM that are used here.
+*Control calls* are all calls to the engine core except ``generate``. Each has a deadline, except a pause that waits for
+requests. A *flight* is a call of ``generate`` that has not ended. launch.py gives the names of vLLM that are used here.
 
 Invariants:
 

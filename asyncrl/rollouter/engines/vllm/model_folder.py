@@ -66,7 +66,7 @@ def stop_token_ids(folder: str, *, required: bool = True) -> list[int]:
 
 
 def weight_shapes(folder: str) -> Shapes | None:
-    """Read the dtypes and shapes of the folder's tensors; None if it has no safetensors files."""
+    """Read the dtypes and shapes of the folder's tensors; None if a safetensors file is missing."""
     index = read_optional(Path(folder) / "model.safetensors.index.json")
     names: Iterable[str] = sorted(set(index["weight_map"].values())) if index else ["model.safetensors"]
     shapes: Shapes = {}

@@ -38,7 +38,7 @@ SOCKET_PATH_LIMIT = 107
 CPU_NORMS = "asyncrl_cpu"
 """Name under which cpu_norms.py registers its norms."""
 CPU_BATCHED_TOKENS = 4096
-"""Most tokens that a CPU engine processes in one step, unless one prompt is longer."""
+"""Most tokens that a CPU engine processes in one step, unless its context is longer."""
 V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 """Variable by which a user chooses vLLM's model runner."""
 QUANTIZATIONS = {"fp8": "fp8_per_channel"}
@@ -82,7 +82,7 @@ def threads_on_cpu() -> int:
 
 
 def environment(config: Config) -> dict[str, str]:
-    """Return the variables to set before vLLM is imported, except those that the user has set."""
+    """Return the variables to set before vLLM is imported, unless the user has set them."""
     variables = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
