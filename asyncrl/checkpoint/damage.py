@@ -1,9 +1,9 @@
 """Errors of reading a checkpoint: damage to its files, and everything else.
 
-A file is damaged if it is missing, if its size or checksum differs from the recorded one, or if the disk cannot read
-it: DamagedCheckpoint. An unmounted disk, a file that this user may not read, and a lack of memory or descriptors are no
-damage: CheckpointError. Both name the file. After DamagedCheckpoint an older checkpoint is tried; any other
-CheckpointError ends the search.
+A file is damaged, DamagedCheckpoint, if it is missing, cannot be read by the disk or decoded, or differs from its
+recorded size or checksum. A lost network disk, a file that this user may not read, and a lack of memory or descriptors
+are no damage: CheckpointError. Nor is a file of another version of asyncrl. Both name the file. After DamagedCheckpoint
+an older checkpoint is tried; any other CheckpointError ends the search.
 """
 
 from __future__ import annotations

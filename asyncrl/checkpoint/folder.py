@@ -8,7 +8,7 @@
             state.json  groups.msgpack  trainer/
         v00000012.1/                         version 12 written again, with groups that came in since
         abandoned-v00000031/                 newer than the checkpoint that the run was resumed from
-        damaged-v00000012/                   was the newest, and is damaged: the run continued from an older one
+        damaged-v00000012/                   damaged: the run continued from an older one
         .v00000013.partial-INCARNATION/      being written
         .dead-...                            being removed
 
@@ -139,7 +139,7 @@ class CheckpointFolder:
         return self.at(self.folder / name)
 
     def at(self, path: Path) -> Found:
-        """Read COMPLETE of the checkpoint at ``path``. Raises CheckpointError if it is not complete."""
+        """Read COMPLETE of the checkpoint at ``path``. Raises CheckpointError, also if it is not complete."""
         match = _NAME.match(path.name)
         complete_file = path / COMPLETE
         if match is None:
@@ -239,7 +239,7 @@ class CheckpointFolder:
         with _checkpoint_errors(self.folder):
             for name in sorted(os.listdir(self.folder)):
                 path = self.folder / name
-                # A checkpoint with files may be damaged, but it stays here: step_back.py renames it.
+                # A checkpoint with files may be damaged, but it stays here: the reader that passes over it renames it.
                 if is_leftover(name) or (_NAME.match(name) and not _holds_a_file(path)):
                     self._rename_and_remove(path)
 
@@ -289,7 +289,7 @@ class CheckpointFolder:
         return target
 
     def discard(self, partial: Path) -> None:
-        """Remove an unfinished checkpoint; files that cannot be removed stay until the next ``claim``."""
+        """Remove an unfinished checkpoint; files that cannot be removed stay until the next ``begin`` or ``claim``."""
         shutil.rmtree(partial, ignore_errors=True)
 
     def set_aside_above(self, kept: Found) -> list[Path]:

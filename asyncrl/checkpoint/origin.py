@@ -2,17 +2,18 @@
 
 When a learner restores a checkpoint, it compares the origin in it with its own. If the groups depend on something that
 differs, it gives them back: they are not restored. No outcome was reported for them, so the dataloader leases their
-prompts for another generation. So a group is trained only under the configuration that made it.
+prompts for another generation. So a group is trained only under the settings on which it depends.
 
 Files are compared by digests: the modules that MODULE:FUNCTION names, and the files in the model's folder that define
 tokens, the chat template and end-of-sequence tokens. Modules that users' code imports, files that it reads, programs
-and servers are not compared. Nothing is imported, and a file that is not found on this host is not compared.
+and servers are not compared. Nothing is imported.
 
 The launcher takes the digests once for each attempt of a run, before its processes load the files. Learners read them
 in the run folder (DIGESTS), so a file that is edited while the run lives changes no digest. The next resume sees the
 edit.
 
-A comparison does not fail. Files that cannot be read are not compared. If DIGESTS cannot be read, the files are read.
+A comparison does not fail. A key is not compared by files if none of its files can be read. If DIGESTS cannot be read,
+the files are read.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     def compare(self, config: Config, now: Origin | None = None) -> Comparison:
         """Compare this origin with ``config``. Returns the changes that matter to a resume.
 
-        ``now`` is the origin of ``config``; with None it is made here, which reads files. A key without a digest
-        in either origin is not compared by files.
+        ``now`` is the origin of ``config``; with None it is made here, which reads files. A key that lacks a digest in
+        one of the origins is not compared by files.
         """
         now = Origin.of(config) if now is None else now
         changed = changes(self.settings, named(config))

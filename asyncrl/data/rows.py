@@ -12,12 +12,12 @@ with a ``problem``.
 
 Columns may be nested: ``reward_model.ground_truth``. A column whose own name contains the dots has precedence.
 
-The order is a pure function of (dataset fingerprint, seed, epoch). A position counts draws from 0 over all epochs:
-after the last prompt of an epoch comes the first of the next. Invariant: in an epoch every index occurs exactly once.
-The result depends neither on a library's random generator nor on earlier look-ups, so a restarted dataloader continues
-where the lost one was. The permutation is the swap-or-not shuffle (Hoang, Morris, Rogaway, "An Enciphering Scheme Based
-on a Card Shuffle", CRYPTO 2012): O(log n) time and no memory for a lookup, for any n. Each of its rounds is its own
-inverse, so the same rounds in reverse order give the position of an index.
+The order is a pure function of (dataset fingerprint, size, seed, epoch). A position counts draws from 0 over all
+epochs: after the last prompt of an epoch comes the first of the next. Invariant: in an epoch every index occurs exactly
+once. The result depends neither on a library's random generator nor on earlier look-ups, so a restarted dataloader
+continues where the lost one was. The permutation is the swap-or-not shuffle (Hoang, Morris, Rogaway, "An Enciphering
+Scheme Based on a Card Shuffle", CRYPTO 2012): O(log n) time and no memory for a lookup, for any n. Each of its rounds
+is its own inverse, so the same rounds in reverse order give the position of an index.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ _MIN_ROUNDS = 32
 def find_files(pattern: str, *, kind: Kind | None = None, split: str = "train") -> tuple[Kind, list[str]]:
     """Find the files of ``pattern`` (a file, a glob or a folder), and the kind of source that reads them.
 
-    Returns (kind, paths sorted by name); for "hf" the only path is the folder. A given ``kind`` is not checked against
-    the files. ``split`` selects files in a folder. Raises DataError.
+    Returns (kind, paths sorted by name); for "hf" the only path is the folder. In a folder ``split`` and a given
+    ``kind`` select files; elsewhere a given ``kind`` is not checked against the files. Raises DataError.
     """
     folder = Path(pattern)
     # A folder that may not be searched is an error of ``of_split`` if its kind is given.

@@ -1,4 +1,5 @@
 """Memory of GPUs: what a learner's rank and an engine need, and how both share a GPU.
 
-Only ``shares`` reads files, the environment and the driver; the other modules are pure.
+Only ``shared_gpus`` reads files, the environment and the driver, and ``slices`` opens sockets. The other modules are
+pure.
 """

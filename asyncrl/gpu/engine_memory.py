@@ -1,8 +1,8 @@
 """Estimates the memory that an engine needs on each of its GPUs. Pure.
 
-It adds the shards of the weights, the activations of one step, CUDA graphs, and the KV cache. An engine computes one
-layer at a time and keeps nothing for a backward pass. Its logits are three float32 arrays: the logits, their
-log-softmax, and a copy that the sampler sorts or masks.
+It adds the shards of the weights, the activations of one step, and CUDA graphs. For the KV cache it gives the bytes of
+a token. An engine computes one layer at a time and keeps nothing for a backward pass. Its logits are three float32
+arrays: the logits, their log-softmax, and a copy that the sampler sorts or masks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Estimates the memory that a rank of the learner needs, before anything is computed, and the key to change. Pure.
+"""Estimates the memory that a rank of the learner needs, before anything is computed, and the keys to change. Pure.
 
 It counts the shards of weights and, for trained parameters, of gradients and optimizer states. It adds the layers that
 FSDP gathers, the activations of one micro-batch, and the head's logits. Allocators lose more to fragments, and
@@ -8,10 +8,10 @@ fit.
 
 The bytes of a token's activations in a decoder layer follow transformers' Llama. With width h, queries q, keys k, an
 MLP of i and b bytes a number they are: norms in float32, two of 4 h + 2 b h each; attention, b (3 q + 2 k); the gated
-MLP, 4 b i. Norms of queries and keys, as Qwen3 has, add (4 + b) (q + k). In a mixture of experts i is the width of all
-experts that compute a token, c of them, and 2 b c h are added for its copies before and after them. Outside of
-attention, a rank that shares rows with others has its own tokens for all heads. Inside attention it has all tokens for
-its own heads, which are as many bytes.
+MLP, 4 b i. Norms of queries and keys, as Qwen3 has, add (4 + b) (q + k). If b is 4, norms lack the term with 4. In a
+mixture of experts i is the width of all experts that compute a token. The router chooses c of them, and 2 b c h are
+added for the token's copies before and after these. Outside of attention, a rank that shares rows with others has its
+own tokens for all heads. Inside attention it has all tokens for its own heads, which are as many bytes.
 """
 
 from __future__ import annotations
@@ -361,7 +361,7 @@ def advise(shape: ModelShape, load: TrainingShape, available: int) -> str | None
 def fewer_tokens(load: TrainingShape) -> list[int]:
     """Return the smaller values of learner.tokens_per_microbatch to try: each half of the previous one.
 
-    The last value is the longest sequence, below which nothing is saved, or FEWEST_TOKENS if that is more.
+    The last value is ``load.least_tokens``, below which nothing is saved, or FEWEST_TOKENS if that is more.
     """
     least, values = max(FEWEST_TOKENS, load.least_tokens), list[int]()
     tokens = load.tokens

@@ -3,9 +3,10 @@
 Rank, engine and the checks before the start compute the shares from the configuration, the model's config.json and the
 memory of the GPU. With the same inputs all three get the same shares without a message.
 
-The rank gets the memory that it is estimated to need, and the engine gets the rest, mostly for its KV cache. The rank's
-allocator is limited to its share. vLLM has no such limit, so an engine may take more memory than its estimate. With
-``learner.activation_checkpointing = "auto"`` the rank keeps fewer activations if the engine would have too little.
+The rank gets the memory that it is estimated to need, in time slices all that it can have. The engine gets the rest,
+mostly for its KV cache, or the share that the user set. The rank's allocator is limited to its share. vLLM has no such
+limit, so an engine may take more memory than its estimate. With ``learner.activation_checkpointing = "auto"`` the rank
+keeps fewer activations if the engine would have too little.
 
 Invariant: the two shares and the memory outside of both are at most the memory of the GPU. In time slices rank and
 engine have the memory in turn, so this holds for each share alone. Fails with ConfigError, which names the keys to
@@ -61,7 +62,8 @@ ASLEEP_BYTES = 2 << 30
 PERCENT = 100
 LARGE_GPU = 70 << 30
 STEP_TOKENS = {True: 16_384, False: 8_192}
-"""Most tokens of a step, by vLLM's defaults for GPUs of LARGE_GPU bytes or more, and for smaller ones."""
+"""Most tokens of a step, by vLLM's defaults for GPUs of LARGE_GPU bytes or more (an A100 has fewer), and for smaller
+ones."""
 BYTES_OF_DTYPE = {"auto": 2, "bfloat16": 2, "float32": 4}
 """Bytes of a number by learner.dtype, on GPUs."""
 
@@ -196,7 +198,7 @@ def share_gpu(total: int, demand: Demand) -> GpuShares | None:
 
 
 def _divide(total: int, demand: Demand, usable: float, copied_bytes: int = 0) -> GpuShares | None:
-    """Divide a GPU so that the rank's estimate fills a part ``usable`` of its share.
+    """Divide a GPU so that the rank's estimate fills at most a part ``usable`` of its share.
 
     ``copied_bytes`` is the memory for a copy of the weights. Returns None if the memory does not suffice for the rank,
     for the utilization that the user set, or for LEAST_SEQUENCES in the cache.

@@ -128,7 +128,7 @@ class EngineSlices:
         self._memory_sockets: list[socket.socket] = []
         """The socket ``memory`` of each GPU; empty while the engine does not have the memory."""
         self._timer: asyncio.TimerHandle | None = None
-        """Timer of the next ``_look_and_repeat``; None if no look is due."""
+        """Timer of the newest ``_look_and_repeat``; None before the first look, and after ``give``."""
         self._taken = asyncio.Event()
         """Set while the engine has the memory."""
         self.asked = asyncio.Event()

@@ -1,7 +1,8 @@
 """The parameter server: takes versions from the learner, holds the newest ones, and directs how replicas load them.
 
-The learner waits here only until its segments are held. Replicas call, and each call is parked until an event answers
-it. The conductor (conductor.py) makes all decisions; this module has its sockets, clock, segments and log.
+A publication is answered once its segments are held. Questions are parked until an event, or the end of the parking
+time, answers them. The conductor (conductor.py) makes all decisions; this module has its sockets, clock, segments and
+log.
 
 A chunk is a view of the segment's own memory, which ZeroMQ sends without a copy. Its checksum is computed for the first
 request and remembered, because several replicas request the same chunks at about the same time. Each version is closed
@@ -84,8 +85,8 @@ class ParameterServer(Actor):
     async def publish(self, request: Publish, caller: Caller) -> Done:
         """Hold a new version and assign it to replicas; a repeat changes nothing.
 
-        Raises VersionReused, and WeightsCorrupt if a segment cannot be opened. It is a coroutine, as ``ask`` is:
-        both run as tasks, so it cannot overtake the announcement that came before it.
+        Raises VersionReused, and WeightsCorrupt as ``hold``. It is a coroutine, as ``ask`` is: both run as tasks, so it
+        cannot overtake the announcement that came before it.
         """
         manifest = request.manifest
         if not self._conductor.is_new(manifest.version):
@@ -101,7 +102,7 @@ class ParameterServer(Actor):
 
     @handler
     async def watch_published(self, request: WatchPublished, caller: Caller) -> Published:
-        """Park the call as long as the version, or a newer one, is held and not condemned.
+        """Park the call as long as the version, or a newer one, is held and neither it nor a newer one is condemned.
 
         At the end of the parking time the answer is that it is held: ask again.
         """
@@ -122,9 +123,9 @@ class ParameterServer(Actor):
     ) -> Message:
         """Pass a request to the conductor as a question, and park the call until the question has an answer.
 
-        An announcement waits until all members are paused for the broadcast, or it is called off. A watch waits until
-        the broadcast is over; with an error, it ends the broadcast for all who have not committed. A replica waits for
-        a newer version than the one that it serves, and then until it may load that version.
+        An announcement waits until all members are paused for the broadcast, unless this is declined or called off. A
+        watch waits until the broadcast is over; with an error, it ends the broadcast for all who have not committed. A
+        replica waits for a newer version than the one that it serves, and then until it may load that version.
 
         Returns the empty reply, which means "ask again", if the caller's parking time is over or the caller has asked
         another question since. A cancelled call withdraws the question, which ends the replica's update.
@@ -213,7 +214,7 @@ class ParameterServer(Actor):
             getattr(self.log, note.level)(note.event, **note.facts)
         self._wake(list(woken))
         if len(self._held.by_number) > 1:
-            # ``needed`` looks at all replicas that fetch, so it is called only if there is a version to close.
+            # ``needed`` looks at all replicas that stage, so it is called only if there is a version to close.
             self._held.keep(self._conductor.needed())
         self._changed.set()
 
@@ -278,7 +279,7 @@ class HeldVersions:
     def chunk(self, request: FetchChunk) -> Chunk:
         """Return a chunk and its checksum, which blocks the first time (a millisecond for 8 MiB).
 
-        Raises VersionGone, and InvalidRequest for bytes past the end.
+        Raises VersionGone, and InvalidRequest for an unknown bucket or bytes past the end.
         """
         content = self.find(request.version).bytes_of(request.bucket)
         end = request.offset + request.size

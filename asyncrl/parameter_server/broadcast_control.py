@@ -42,7 +42,7 @@ class _Broadcast:
     has_begun: bool = False
     is_over: bool = False
     error: str = ""
-    """Reason that it was called off or broke; empty if all members have committed."""
+    """Reason that it was called off or broke; else empty."""
 
 
 class BroadcastControl:
@@ -74,10 +74,10 @@ class BroadcastControl:
     def announce(self, learner: tuple[str, int], announcement: AnnounceBroadcast, newest: int, now: float) -> None:
         """Open a broadcast of the version that the learner announces, or decline it.
 
-        It is declined if the version is not above ``newest``, the newest one published, or is left out. It is also
-        declined if another broadcast is under way, or if no replica can take part. Each version that is left out brings
-        the next attempt nearer. A repeated announcement of the present broadcast changes nothing, and that of a
-        declined version is decided again.
+        It is declined if the version is left out, or is not above both ``newest``, the newest one published, and that
+        of the broadcast opened last. It is also declined if another broadcast is under way, or if no replica can take
+        part. Each version that is left out brings the next attempt nearer. A repeated announcement of the broadcast
+        opened last changes nothing, and that of a declined version is decided again.
         """
         current, version = self._current, announcement.manifest.version
         if current is not None and current.version == version:

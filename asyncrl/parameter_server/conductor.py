@@ -4,12 +4,12 @@ A message of a caller is either a question, which is parked until it has an answ
 to fetch and verify it while the engine generates. Times are arguments, in seconds on any monotonic clock; the caller
 calls ``pass_time`` at ``next_deadline``.
 
-One replica of each host that cannot open the parameter server's segments fetches over the network. The others wait and
-open its segments. The hosts that fetch one version form a chain in the order of their updates. Each host requests
-chunks from the host before it, and the first host from the parameter server. So each network link carries the version
-once in each direction. Each fetch has a turn, a number that grows, and a host requests from fetches of earlier turns
-only. A replica that begins again gets a later turn and refuses requests by the old one. So hosts never wait in a
-circle.
+With the transports auto and shm, replicas on the parameter server's host open its segments. With stream every replica
+fetches for itself. Otherwise one replica of each host fetches over the network, and the others wait and open its
+segments. The hosts that fetch one version form a chain in the order of their updates. Each host requests chunks from
+the host before it, and the first host from the parameter server. So each network link carries the version once in each
+direction. Each such fetch has a turn, a number that grows, and a host requests from fetches of earlier turns only. A
+replica that begins again gets a later turn and refuses requests by the old one. So hosts never wait in a circle.
 
 Invariants:
 
@@ -20,9 +20,9 @@ Invariants:
 * A replica is assigned a newer version only while it has no update under way.
 * A replica that is paused past its deadline loses its pause: its rollouter has the same deadline and replaces the
   engine.
-* While one replica fetches a version, no other replica of its host that could use this version begins to fetch, unless
-  it has failed too often. A replica that waited for a version gets that version, even if a newer one is out by now. So
-  a host whose network is slower than the learner still shares each copy.
+* While one replica fetches a version for its host, no other replica there that could use this version begins to fetch,
+  unless it has failed too often. A replica that waited for a version gets that version, even if a newer one is out by
+  now. So a host whose network is slower than the learner still shares each copy.
 * When the replica that fetches dies, fails or is overdue, another takes its place.
 
 Fails with VersionReused.
@@ -79,7 +79,7 @@ class Conductor:
         self._chain: list[tuple[Replica, int]] = []
         """Replicas that fetch or hold the newest version for their hosts, with their turns.
 
-        Replicas that have died or failed stay in it until the next one joins.
+        Replicas that have died, failed or fetched an older version stay in it until the next one joins.
         """
         self._turns = 0
         """Turn of the last fetch."""
@@ -116,7 +116,7 @@ class Conductor:
                 self.replicas.wake(replica.name)
 
     def condemn(self, version: int) -> None:
-        """Stop assigning this version and older ones: its bytes here are not those that were published."""
+        """Assign nothing by shm or stream until a newer version is published: this one's bytes here have changed."""
         self.condemned = max(self.condemned, version)
 
     def needed(self) -> set[int]:
@@ -207,8 +207,8 @@ class Conductor:
     def _try_to_assign(self, replica: Replica, now: float) -> WeightUpdate | None:
         """Assign an asking replica its next version, by a transport, so that its staging begins; None: it waits.
 
-        A replica opens segments of the parameter server on its host, or else segments of another replica there. Without
-        such segments, it waits for a replica of its host that is fetching, or fetches the newest version for its host.
+        With auto and shm a replica opens segments of the parameter server on its host. With stream it fetches. Else it
+        opens a copy on its host, waits for a replica there that fetches, or fetches the newest version for its host.
         None also during an update, if the replica is up to date, and if the newest version is condemned.
         """
         if replica.phase is Phase.ANNOUNCED:
@@ -217,7 +217,7 @@ class Conductor:
         newest, transport = self.newest, self._weights.transport
         if replica.phase not in IDLE_PHASES or replica.serving >= newest or newest <= self.condemned:
             return None
-        # A replica that has failed too often with segments of this host, for any reason, is served over the network.
+        # A replica that has failed too often, for any reason, is served over the network.
         may_open = replica.failed_attempts < self._weights.max_attempts
         if may_open and replica.same_host and transport in ("auto", "shm"):
             return self._make_update(replica, "shm", now)

@@ -7,9 +7,8 @@ it changes nothing. A decision that the table lacks is a bug. docs/weights.md dr
 A question is a call that is parked until it is answered. A caller has one open question at a time: a new question
 closes the earlier one.
 
-Invariant: replicas are found by phase and by host without a search. So the work for one message does not grow with the
-number of replicas. The replicas of a phase are in the order in which they entered it. So phases are changed with
-``move`` alone, and hosts with ``settle_in`` alone.
+Invariant: replicas are found by phase and by host without a search. The replicas of a phase are in the order in which
+they entered it. So phases are changed with ``move`` alone, and hosts with ``settle_in`` alone.
 """
 
 from __future__ import annotations
@@ -56,9 +55,9 @@ class ReplicaEvent(StrEnum):
     JOINED = "joined"
     """RequestLoad, for a broadcast."""
     COMMITTED = "committed"
-    """ReportUpdate: the replica serves the version."""
+    """The replica serves the version, by ReportUpdate or NextUpdate."""
     FAILED = "failed"
-    """The update has failed: by ReportUpdate, by a deadline, or with its broadcast."""
+    """The update has failed: by ReportUpdate, by a deadline, by another engine, or with its broadcast."""
     ENDED = "ended"
     """The update ends without a failure: its question is cancelled, or it sleeps, or a broadcast is called off."""
     ASSIGNED = "assigned"
@@ -137,7 +136,7 @@ class Replica:
     copy: Manifest | None = None
     """Version that the replica has fetched and holds for its host, with the paths of its own segments."""
     waits: bool = False
-    """Whether another replica of its host fetches the version that this one takes next; only in idle phases."""
+    """Whether it has found, in this idle phase, another replica of its host fetching the version that it takes next."""
     since: float = 0.0
     """Time at which the version was assigned (STAGING), or the replica was admitted or asked again (LOADING)."""
     heard: float = 0.0

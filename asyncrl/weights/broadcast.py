@@ -1,11 +1,11 @@
-"""Broadcasts of whole versions from the learner to the workers of all engines, over gloo or NCCL by the same code.
+"""Broadcasts of whole versions from the learner to the workers of engines, over gloo or NCCL by the same code.
 
 An epoch is one process group with a fixed set of members, and the number of that group. The learner is rank 0, and each
 engine worker is one member. The learner has a TCP store, where the members meet under a secret prefix. They form the
 group and receive every bucket: first its header (version, index, size, checksum), then its bytes. A member verifies a
 bucket before it passes it on. The checksum is xxh3_64 in host memory, and a sum of 64-bit words in the memory of a GPU.
 Rank 0 may have sent a version before the last member has received it. So each member adds 1 to a counter in the store
-when it has received the version or has failed, and rank 0 keeps the group open until all are counted.
+when it has received the version or has failed, and rank 0 waits, up to the timeout, until all are counted.
 
 Neither library reliably ends a transfer whose peer is dead or frozen. So each operation runs on a thread of its own,
 which the caller leaves behind at the timeout or at ``stop``. It ends with gloo's own timeout, or when NCCL is aborted.
@@ -56,7 +56,7 @@ LATER_S = 5.0
 LOOK_S = 0.1
 """Seconds between two reads of the key "over" while a member receives."""
 MEET_S = 0.02
-"""Seconds between two reads of the store while the members of a group meet."""
+"""Seconds between two reads of the store while the members of a group meet or are counted."""
 ANY = "0"
 """Value of network.ports for any free port."""
 BACKLOG = 1024
@@ -70,8 +70,8 @@ class _Stopped(Exception):
 class _Epoch:
     """One rank's part in an epoch: forms the group, broadcasts buckets, and ends.
 
-    One thread forms the group and broadcasts. ``stop`` and a member's ``end`` may be called from any thread. ``stores``
-    are two connections to the store, the second for ``watch`` alone. gloo listens at ``address``.
+    One thread forms the group and broadcasts. ``stop`` and a member's ``end`` may be called from any thread. A
+    member's ``stores`` are two connections to the store, the second for ``watch`` alone. gloo listens at ``address``.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """A version of the weights in sealed memory, held open by one process: the learner, the parameter server or a replica.
 
 A version is a list of segments, one for each bucket. A segment is a memfd (anonymous memory with a file descriptor):
-written once, checksummed (xxh3_64), then sealed. Processes of the same user open it as /proc/PID/fd/N.
+written once, sealed, with a checksum (xxh3_64). Processes of the same user open it as /proc/PID/fd/N.
 
 Invariants: the bytes cannot change, because no process can change or shrink a sealed segment. They stay as long as the
 version is held here, even if the process that wrote them dies. The kernel frees a segment when no process has it open
@@ -9,8 +9,8 @@ or mapped. A view keeps its mapping and its pages: ZeroMQ may still send from a 
 unmaps memory.
 
 Fails with WeightsCorrupt for a segment that is missing, too small, not sealed, or with another checksum, and for a
-contradictory manifest. Fails with VersionGone for a version that is closed, and with OSError when memory or descriptors
-run out.
+contradictory manifest. Fails with VersionGone for a version that is closed, with InvalidRequest for an unknown bucket,
+and with OSError when memory or descriptors run out.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Segment:
         return Bucket(path=path_of(self.fd), size=size, checksum=checksum, tensors=list(tensors))
 
     def discard(self) -> None:
-        """Free the segment, instead of ``seal`` or after ``seal`` has failed."""
+        """Free a segment that does not become part of a version."""
         os.close(self.fd)
 
 

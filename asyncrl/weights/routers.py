@@ -107,7 +107,7 @@ class Routers:
         return loss
 
     def take_differing(self) -> tuple[float, float]:
-        """Return how many recorded experts the routers would not have chosen, and how many were recorded.
+        """Return how many recorded experts the routers would not have chosen, and how many were compared.
 
         Counts all passes with routes since the last call, and resets both counts. A pass that is computed again counts
         again.

@@ -1,14 +1,14 @@
 """The tensors of a version: views of its segments, or of a copy in the memory of a GPU.
 
 A view keeps its bucket in memory. The copy is for a GPU that a rank of the learner and an engine share (CUDA IPC). The
-learner fills it when it takes the weights of a version, and describes it in the manifest. A worker of an engine on that
-GPU copies a bucket from there to memory of its own, and loads it from there. So the weights do not pass through host
-memory while the engine is paused. The version is in sealed segments all the same, for all others.
+learner fills it when it takes the weights for a version or an export, and describes it in the manifest. A worker of an
+engine on that GPU copies a bucket from there to memory of its own, and loads it from there. So the weights do not pass
+through host memory while the engine is paused. The version is in sealed segments all the same, for all others.
 
 Invariant: a worker loads no other bytes than those of the segment. The learner does not wait for workers, so the next
-version may overwrite the copy while a worker reads it. The learner may die too: then CUDA does not define what the
-others read. Therefore a worker compares what it has read with the sum of the bucket's 64-bit words. If they differ, or
-the memory cannot be opened, it takes the bucket from its segment.
+version or export may overwrite the copy while a worker reads it. The learner may die too: then CUDA does not define
+what the others read. Therefore a worker compares what it has read with the sum of the bucket's 64-bit words. If they
+differ, or the memory cannot be opened, it takes the bucket from its segment.
 
 Fails with OSError that names the call of CUDA and its error, or the path that cannot be opened.
 """

@@ -7,11 +7,12 @@
 
 If rewards need the reference, ``refer`` scores with it before the step is planned.
 
-Invariants: the gradient does not depend on how the batch was cut. The denominator is that of the whole update, over all
-ranks. Each local loss is multiplied by the world size, since FSDP takes the mean of gradients. Ranks that share a row
-compute the loss of the whole row, and each has a part of its gradient (packed_row.py). From the sums every rank
-computes the same loss, gradient norm and metrics, and so takes or refuses the same update. An update is refused if a
-loss or the gradient norm is not finite. A refused update changes nothing, and the step ends; earlier updates stay.
+Invariants: except for ``learner.balance``, the gradient does not depend on how the batch was cut. The denominator is
+that of the whole update, over all ranks. Each local loss is multiplied by the world size, since FSDP takes the mean of
+gradients. Ranks that share a row compute the loss of the whole row, and each has a part of its gradient
+(packed_row.py). From the sums every rank computes the same loss, gradient norm and metrics, and so takes or refuses the
+same update. An update is refused if a loss or the gradient norm is not finite. A refused update changes nothing, and
+the step ends; earlier updates stay.
 
 Fails with ConfigError when the user's loss raises.
 """
@@ -220,7 +221,7 @@ class OptimizerUpdates:
         fresh: bool,
         is_first: bool,
     ) -> _Taken | tuple[str, list[int]]:
-        """Compute the gradient of one update, exchange the sums, and step the optimizer unless a sum is not finite.
+        """Compute the gradient of one update, exchange the sums, and step the optimizer unless the update is refused.
 
         Before the step the gradient is clipped to ``learner.max_grad_norm``. ``members`` are this rank's micro-batches
         of the policy, ``supervised_members`` the supervised ones; a warm step has no ``members``. For a refused update

@@ -105,7 +105,7 @@ def wait_for_gpu_memory(device: torch.device, share: float, within_s: float, pau
     """Wait until ``share`` of a GPU's memory is free, for ``within_s`` at most; returns at once on a CPU.
 
     An engine that was killed frees its memory with a delay. After ``within_s`` the function returns all the same, and
-    a later allocation fails.
+    a later allocation may fail.
     """
     deadline = time.monotonic() + within_s
     while device.type == "cuda" and time.monotonic() < deadline:

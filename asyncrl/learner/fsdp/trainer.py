@@ -259,7 +259,10 @@ class Trainer:
         self.rejected_speedups += [f"start-up check of {key}: {warning}" for warning in scoring.warnings]
 
     def _build_scorers(self, objective: Objective) -> Scorers:
-        """Load the frozen models that the objective or the rewards need; adapters need no second model as reference."""
+        """Load the frozen models that the objective or the rewards need.
+
+        With adapters and no learner.kl.path, the policy without its adapters is the reference.
+        """
 
         def frozen(key: str, path: str | None) -> Policy:
             assert path is not None
@@ -293,8 +296,9 @@ class Trainer:
         """Rank 0: send the other ranks their micro-batches, and take the step with them.
 
         Returns the step's metrics; empty for a plan without updates, which does nothing. Raises NonFiniteStep for a
-        refused update. The error names the groups or conversations to blame: all of the update if no cause was found.
-        It also names the groups that earlier updates have trained.
+        refused update. For a loss the error names the groups or conversations to blame: all of the update if no cause
+        was found. For the gradient norm it names all groups of the update. It also names the groups that earlier
+        updates have trained.
         """
         self.token_scores = {}
         if not plan.updates:

@@ -49,7 +49,7 @@ def mfu(*, parameters: int, trained: int, tokens: int, seconds: float, devices: 
     """Return the share of all devices' peak operations that training on ``tokens`` used in ``seconds``, 0 to 1.
 
     ``parameters`` is the number of those that compute a token, ``trained`` that of the trained ones among them. Returns
-    None if the peak is unknown.
+    None if the peak is unknown or ``seconds`` is 0.
     """
     peak = peak_flops(device_name)
     if peak is None or seconds <= 0:
