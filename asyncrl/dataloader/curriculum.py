@@ -8,7 +8,7 @@ up to ``longest`` epochs. A group with a signal ends the row.
 Invariant: the decision depends on the results in the ledger and on the epoch alone, so a resumed run decides alike.
 
 A user's function decides in place of the rule. It runs in the dataloader, once for each prompt of an epoch, so it must
-be quick. Fails with ConfigError if the function raises an error or does not return a truth value.
+be quick. Fails with ConfigError if the function cannot be used, raises an error or does not return a truth value.
 """
 
 from __future__ import annotations

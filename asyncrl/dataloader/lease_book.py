@@ -82,7 +82,7 @@ class Holder:
     holding: frozenset[str] = frozenset()
     """Uids that the rollouter held at its last request; every other received lease was delivered."""
     leases: dict[int, PromptLease] = field(default_factory=dict)
-    """Leases by number, ascending; until the outcome is reported or the prompt is returned."""
+    """Leases by number, those above 0 ascending; until the outcome is reported, or the prompt returned or orphaned."""
 
 
 class LeaseBook:
@@ -213,8 +213,8 @@ class LeaseBook:
 
         The result begins with earlier leases that the rollouter has not confirmed, since their reply may be lost.
 
-        May be called again with the same ``ask`` until it returns a lease. Returns nothing to a rollouter that leaves,
-        or whose later request has arrived.
+        May be called again with the same ``ask`` until it returns a lease. Returns nothing after ``stop``, and nothing
+        to a rollouter that leaves, or whose later request has arrived.
         """
         holder, caller = self.rollouters.get(ask.rollouter), (ask.rollouter, ask.incarnation)
         # The answer to an outdated request would repeat leases that the rollouter has received since.
@@ -456,7 +456,8 @@ class LeaseBook:
         return prompt or self._queue.take()
 
     def _is_possible(self, outcome: Outcome) -> bool:
-        """Whether an outcome is possible: its prompt exists and allows the kind. It may have been reported before."""
+        """Whether an outcome is possible: the prompt allows its kind, and exists if it is one of training. It may have
+        been reported before."""
         if "@" in outcome.uid:
             return outcome.kind in ("evaluated", "quarantined")
         try:

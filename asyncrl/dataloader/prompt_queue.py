@@ -13,8 +13,8 @@ Invariant: every prompt of an epoch is in exactly one state:
 - concluded: its outcome is in the ledger;
 - to come: none of these.
 
-So the queue keeps no record of its position in the order: it skips each prompt that is not to come. A file that grows
-adds prompts to the epochs that have not begun; the ledger has the size of its source from each such epoch on.
+So a restored queue needs no position in the order: it skips each prompt that is not to come. A file that grows adds
+prompts to the epochs that have not begun; the ledger has the size of its source from each such epoch on.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class PromptQueue:
     def __init__(self, sources: Sequence[PromptSource], ledger: Ledger, rests: Rests | None = None) -> None:
         assert len(sources) == ledger.number_of_sources
         self.ledger = ledger
-        """Ledger of the outcomes, changed here alone."""
+        """Ledger of the outcomes, which are recorded here alone."""
         self.rejected: dict[str, Rejected] = {}
         """Rejected prompts by uid, until the learner has reported them; the oldest first."""
         self.rejections = 0

@@ -6,9 +6,9 @@ prompts, rows and their order alone, not on the files' paths. Ids, text and row 
 appended to a growing file get the next indices, and are leased only from an epoch on that has not begun
 (prompt_queue.py). A prompt that is too long keeps its index.
 
-Fails with DataError as left_out.py says, and with ConfigError if the model has no chat template. While the run lives, a
-bad row in a growing file ends the dataloader with DataError, unless on_bad_row is "skip"; so does a file that has
-become shorter.
+Fails with DataError as sources.py and left_out.py say, and with ConfigError if the model has no chat template. While
+the run lives, a bad row in a growing file ends the dataloader with DataError, unless on_bad_row is "skip"; so does a
+file that has become shorter.
 """
 
 from __future__ import annotations
@@ -408,7 +408,7 @@ class RunPrompts:
         return prompts
 
     async def read_appended(self) -> bool:
-        """Read the rows appended to growing files since the last call. Returns whether there are any.
+        """Read the rows appended to growing files since the last call. Returns whether any is usable.
 
         Raises DataError.
         """

@@ -1,8 +1,8 @@
 """Rebuilds the book of leases from the learner's ledger, the rollouters' answers and the data. Pure.
 
 Invariant: the book depends on the learner's state, the prompts and the leases that rollouters hold. From the previous
-book it takes only deaths, numbers of requests, and leases that are still on their way. So a restarted dataloader, and
-one whose learner went back to an earlier state, build the same book.
+book it takes only deaths, counts, numbers of requests and leases, and leases that are still on their way. So a
+restarted dataloader, and one whose learner went back to an earlier state, build the same book, but for these.
 
 Fails with RunChanged when the ledger is of other prompts, or of another order, and ``resume.allow`` does not allow it.
 """

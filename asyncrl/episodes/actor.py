@@ -136,7 +136,7 @@ class EpisodesActor(Actor, EpisodeObserver):
         return metrics | _http_metrics(endpoint.counts)
 
     def resources(self) -> list[Resource]:
-        """Resource records, one for each worker."""
+        """Resource records, one for each worker that is not lone."""
         return self._players.resources() if self._players is not None else []
 
     def peer_died(self, name: str, incarnation: int) -> None:

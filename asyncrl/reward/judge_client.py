@@ -1,7 +1,8 @@
 """The requests to a judge's server: its limits, its retries through the ``openai`` package, and its answers.
 
-The package repeats requests that fail for the moment, and waits as ``Retry-After`` says. A request waits for its turn
-under the limits, in the order of arrival. After a server has refused a JSON schema, all later requests have none.
+The package repeats requests that fail for the moment, and waits as a short ``Retry-After`` says. A request waits for
+its turn under the limits, in the order of arrival. After a server has refused a JSON schema, all later requests have
+none.
 
 Invariants: a limit's requests or tokens begin at once after a quiet minute, and evenly over a minute otherwise. Repeats
 of the package, and what the estimate of tokens leaves out, do not wait, but later requests wait for them. A request has

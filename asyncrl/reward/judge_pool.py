@@ -4,10 +4,10 @@ The calls of a judge wait for a server and run no users' code. So they share one
 cache. Each call asks ``reward.options.votes`` questions, its votes. A function that is added to the judge (``also``)
 runs in a RewardPool. An answer that cannot be used is sent back once, with the problems.
 
-Invariant: each call of ``score`` ends with the judge's rewards, by more than half of its votes, or with RewardFailed. A
-call without a judgement never gets the reward 0. A vote ends with an answer or with VoteFailed, within reward.timeout_s
-after its wait under the limits. The pool fails as a whole only if its owner gives it up, or if the pool of the added
-function fails.
+Invariant: each call of ``score`` ends with the judge's rewards, by more than half of its votes, with RewardFailed or
+with the pool's error. A call without a judgement never gets the reward 0. A vote ends with an answer or with
+VoteFailed, within reward.timeout_s after its wait under the limits. The pool fails as a whole only if its owner gives
+it up, or if the pool of the added function fails.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def make_judge(config: RewardConfig) -> Judge:
 
 
 def for_trial(config: RewardConfig) -> RewardConfig:
-    """Return the configuration for a few calls before the run: with fewer tries, so that they fail soon."""
+    """Return the configuration for a few calls before the run: with two tries, so that they fail soon."""
     return config.model_copy(update={"options": {**config.options, "tries": 2}})
 
 
@@ -187,7 +187,7 @@ class JudgePool:
         await (self._end if self._end.done() else added)
 
     def give_up(self, error: AsyncRLError) -> None:
-        """Judge nothing more, because of ``error``."""
+        """Take no more calls, because of ``error``."""
         if not self._end.done():
             self._end.set_exception(error)
 

@@ -1,7 +1,7 @@
 """Shows trajectories to a judge as bounded text: the part that they share once, then the rest of each. Pure.
 
-A conversation is shown as its main line, the messages of the completion, and a summary of each *branch*, another path
-of the same conversation. A text that is too long loses its middle, with a mark. Invariant: the text has at most
+A conversation is shown as its main line, the messages of the completion, and summaries of up to MOST_BRANCHES
+*branches*, other paths of it. A text that is too long loses its middle, with a mark. Invariant: the text has at most
 ``limit`` characters, not counting marks and a few words for each trajectory. Trajectories with the same text are shown
 once.
 """

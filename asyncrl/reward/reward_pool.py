@@ -1,9 +1,9 @@
 """The pool of workers that run the reward function: the queue, deadlines and the tasks that are sent ahead.
 
 Invariant: each call of ``score`` ends within ``timeout_s`` of its start in a worker. It ends with the rewards that the
-function returned, with RewardFailed, or after a timeout with the reward that reward.on_timeout sets. The timeout counts
-from the moment at which a worker can begin the task; time in the queue does not count. A task that harms its worker
-(loop, exit, crash, memory, output) fails no other task.
+function returned, with RewardFailed, after a timeout with the reward that reward.on_timeout sets, or with the pool's
+error. The timeout counts from the moment at which a worker can begin the task; time in the queue does not count. A task
+that harms its worker (loop, exit, crash, memory, output) fails no other task.
 
 Each worker has a socket of its own and runs its tasks in order, so the task at which it died is known. While tasks are
 quick, a worker is sent the next few ahead; otherwise it would wait longer for tasks than it runs them. Tasks behind a
@@ -40,7 +40,7 @@ AHEAD_S = 0.002
 AHEAD_TASKS = 64
 """Most tasks that a worker has at a time, with the one that it runs."""
 AHEAD_BYTES = 1 << 17
-"""Most bytes of tasks that a worker is sent ahead: about what its socket holds."""
+"""A worker with tasks of so many bytes is sent no further one: about what its socket holds."""
 LATE_S = 0.05
 """Seconds in one task after which the tasks that were sent ahead go back to the queue."""
 PACE_WEIGHT = 0.2
@@ -123,7 +123,7 @@ class RewardObserver(PoolObserver):
         """
 
     def call_ended(self, uid: str, fault: RewardFault | None, score_s: float | None) -> None:
-        """Called when a call of ``score`` ends and was not cancelled.
+        """Called when a call of ``score`` ends, unless it was cancelled, its task cannot be sent or the pool has ended.
 
         ``fault`` is the reason that the function gave no rewards; None if it gave some. ``score_s`` is the time from
         the call to its rewards (s); None if the call got none.

@@ -38,7 +38,8 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxRequest:
-    """A program and its limits. Raises ValueError for a path that is not relative or leaves the work folder."""
+    """A program and its limits. Raises ValueError for an ``argv`` that is text or empty, and for a path in ``files`` or
+    ``outputs`` that is not below the work folder."""
 
     argv: Sequence[str]
     files: Mapping[str, str | bytes] = field(default_factory=dict)
@@ -61,7 +62,7 @@ class SandboxRequest:
     disk_files: int = 10_000
     """Most files, folders and links in the work folder and /tmp together."""
     processes: int = 128
-    """Processes and threads at the same time."""
+    """Processes and threads at the same time; no limit before Linux 5.14."""
     output_bytes: int = MIB // 16
     """Bytes that are kept of standard output, and of standard error: the first and the last half."""
 
@@ -87,7 +88,7 @@ class SandboxResult:
     duration: float
     """Wall time of the program (s)."""
     outputs: Mapping[str, bytes]
-    """Contents of the asked outputs. Missing files, links and special files are left out."""
+    """Contents of the asked outputs, up to disk_bytes in all. Missing files, links and special files are left out."""
 
     @property
     def ok(self) -> bool:
@@ -145,7 +146,7 @@ def run(
     """Run a program in a sandbox and wait for its end; for reward functions and plain episodes.
 
     ``limits`` are further fields of SandboxRequest. ``backend`` is an object or "MODULE:CLASS"; by default Bubblewrap.
-    Raises SandboxError if there is no sandbox, and ValueError for a request that makes no sense.
+    Raises SandboxError if the sandbox fails, and ValueError for a request that makes no sense.
     """
     request = SandboxRequest(argv=argv, files=files or {}, timeout=timeout, network=network, **limits)
     return _backend(backend).run(request)

@@ -98,7 +98,7 @@ def put_files(work: Path, files: dict[str, str], owner: tuple[int, int]) -> None
 
 
 def output(path: str, most_bytes: int) -> bytes | None:
-    """The content of a file below the work folder, of at most ``most_bytes``; None if it is missing or no plain file.
+    """The content of a file below the work folder; None if it is missing, no plain file or longer than ``most_bytes``.
 
     No link is followed, in no part of the path. The program has ended, so nothing changes meanwhile.
     """
@@ -238,7 +238,7 @@ class JailedProgram:
 
 
 def _exit_code(status: bytes) -> int | None:
-    """The program's exit code in bubblewrap's reports, one JSON object a line; None if it was never started."""
+    """The program's exit code in bubblewrap's reports, one JSON object a line; None if they have none."""
     reports = [json.loads(line) for line in status.splitlines(keepends=True) if line.endswith(b"\n")]
     return next((int(report["exit-code"]) for report in reports if "exit-code" in report), None)
 

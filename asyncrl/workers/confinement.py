@@ -2,8 +2,8 @@
 
 Invariant: no variable passes that is neither listed here nor named by the user, so no key, token or address of the run
 passes. A listed name that looks like a secret passes only if the user names it. A secret value under another name, such
-as a proxy's address with a password, does pass. A worker is isolated before it runs users' code (isolation.py). If that
-is impossible, the run is refused or the user is warned, as security.isolate_user_code says.
+as a proxy's address with a password, does pass. Unless security.isolate_user_code is "off", a worker is isolated before
+it runs users' code (isolation.py). If that is impossible, the run is refused or the user is warned, as that key says.
 """
 
 from __future__ import annotations

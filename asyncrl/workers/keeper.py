@@ -94,7 +94,8 @@ def main() -> None:
 class OutputLines:
     """Copies one output of the program to descriptor ``to`` in whole lines, so that two outputs do not mix in a line.
 
-    ``both`` keeps the last LAST_BYTES bytes that were copied from either output.
+    A line longer than LINE_BYTES is copied in parts. ``both`` keeps the last LAST_BYTES bytes that were copied from
+    either output.
     """
 
     def __init__(self, pipe: int, both: bytearray, to: int = 1) -> None:

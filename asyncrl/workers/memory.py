@@ -1,10 +1,10 @@
 """The memory of a worker and its limits.
 
-There are two limits, because neither catches everything. The worker limits its private memory (RLIMIT_DATA, which its
-children inherit), so the user's code gets a MemoryError at the allocation that exceeds it. Address space that is only
-reserved does not count. The actor measures the resident memory of the worker and all its descendants together, with
-shared memory, and kills them above its limit. Invariant: a measurement never fails but may be too low. A process that
-has ended counts as 0. On a kernel without lists of children only the worker is measured.
+There are two limits, because neither catches everything. A reward worker limits its private memory (RLIMIT_DATA, which
+its children inherit), so the user's code gets a MemoryError at the allocation that exceeds it. Address space that is
+only reserved does not count. The actor measures the resident memory of any worker and all its descendants together,
+with shared memory, and kills them above its limit. Invariant: a measurement never fails but may be too low. A process
+that has ended counts as 0. On a kernel without lists of children only the worker is measured.
 """
 
 from __future__ import annotations

@@ -257,7 +257,7 @@ class WorkerProcess:
 def kill_living(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Send SIGKILL to those processes that still live, and return them.
 
-    A new process with an old pid is spared, and so is a process of another user.
+    A new process with an old pid is spared, and so is a process that this user may not kill.
     """
     living = []
     for process in processes:

@@ -165,7 +165,7 @@ class FaultKinds:
 
 
 def describe(error: BaseException) -> str:
-    """Describe an exception in one line: type, text, and place (FILE:LINE)."""
+    """Describe an exception: type, text, and place (FILE:LINE)."""
     try:
         text = str(error)
     except Exception:
@@ -182,7 +182,7 @@ def kind_of(error: BaseException) -> str:
 def find_place(spec: str) -> str:
     """FILE:LINE of the definition of MODULE:NAME, found without an import.
 
-    Only FILE if the file neither defines the name at its top level nor has it in PLACES; empty if there is no module.
+    Only FILE if the name is not found in it, at its top level or in PLACES; empty if there is no module.
 
     Searches for the module as an import would: in the working directory, then on the path.
     """

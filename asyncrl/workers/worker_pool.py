@@ -140,7 +140,7 @@ class WorkerPool(Generic[P]):
         """Start the workers and wait until each has loaded the code.
 
         Raises ConfigError for code that cannot be used, and DeadlineExceeded after ``start_timeout_s``. If a process
-        ends while it loads the code, raises the pool's own error (``_failure``).
+        cannot be started, or ends while it loads the code, raises the pool's own error (``_failure``).
         """
         try:
             async with asyncio.timeout(self._start_timeout_s):
@@ -193,7 +193,7 @@ class WorkerPool(Generic[P]):
             raise DeadlineExceeded(self.owner, f"process {', '.join(left)}", "its end", CLOSE_TIMEOUT_S) from None
 
     def resources(self) -> list[Resource]:
-        """Resource records, one for each place; callable from any thread."""
+        """Resource records, one for each place that is not lone; callable from any thread."""
         return [place.ledger.record(f"worker/{at}") for at, place in enumerate(self._places)]
 
     # --- for the subclass, which defines the job ---
@@ -210,7 +210,7 @@ class WorkerPool(Generic[P]):
         raise NotImplementedError
 
     def _on_worker_end(self, place: P, reason: str, *, was_ready: bool) -> None:
-        """Handle the end of a worker; the pool starts another after this call.
+        """Handle the end of a worker, before the pool starts another, or a failed start in a lone place.
 
         ``reason`` is a verb phrase about the user's code (process.describe_exit).
         """

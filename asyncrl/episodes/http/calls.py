@@ -44,7 +44,7 @@ class Patience:
     keep_alive_s: float = 1.0
     """Longest pause between two signs of life to a client that waits."""
     client_timeout_s: float = 60.0
-    """Longest wait for a client that neither sends nor reads."""
+    """Longest time in which a client sends a body, or takes a part of the answer."""
     grace_s: float = 10.0
     """Time for which a call continues after its last connection broke, so that a retry may join it."""
     kept_s: float = 60.0
@@ -155,13 +155,13 @@ class Core(Protocol):
         """
 
     async def chat(self, key: str, call: Chat, on_delta: Callable[[ChatDelta], None]) -> ChatReply:
-        """Ask for the next message of the assistant; waits without a deadline.
+        """Ask for the next message of the assistant; waits until the deadline of the episode.
 
-        The same call again continues its sampled tokens. Raises EpisodeOver, ChatRefused.
+        The same call again continues its sampled tokens. Raises EpisodeOver, ChatRefused, OSError.
         """
 
     async def turn_reward(self, key: str, node: int | None, value: float) -> int:
-        """Reward ``node``, or the newest answer without it; returns the node. Raises EpisodeOver, ChatRefused."""
+        """Reward ``node``, or the newest answer without it; returns the node. Raises as ``chat``."""
 
 
 class TooManyCalls(Exception):

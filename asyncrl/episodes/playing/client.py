@@ -2,7 +2,7 @@
 
 The client takes messages and gives the assistant's next message; it also takes rewards of turns.
 
-After the end of an episode each call raises EpisodeOver. An episode that ends with this error has ended well.
+After the end of an episode each ``chat`` raises EpisodeOver. An episode that ends with this error has ended well.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class PolicyHandler(Protocol):
     """The receiver of a client's calls."""
 
     async def chat(self, chat: Chat) -> ChatReply:
-        """Ask the policy for the next message. Raises EpisodeOver or ChatRefused."""
+        """Ask the policy for the next message. Raises EpisodeOver, ChatRefused or ConnectionError."""
         ...
 
     def reward(self, node: int | None, value: float) -> None:
@@ -118,7 +118,8 @@ class Client:
         """Ask the policy for the message that follows ``messages``, the whole conversation from its beginning.
 
         ``tools`` are as in OpenAI's chat completions; nothing that is sampled for an ``untrained`` call is trained;
-        ``template_options`` go to the chat template. Raises EpisodeOver, and ChatRefused for an invalid call.
+        ``template_options`` go to the chat template. Raises EpisodeOver, ChatRefused for an invalid call, and
+        ConnectionError if the policy cannot be asked.
         """
         if sampling := SAMPLING.intersection(template_options):
             raise ChatRefused(min(sampling), "cannot be set by an episode; the run's own sampling holds")

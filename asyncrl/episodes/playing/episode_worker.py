@@ -5,8 +5,9 @@ of an episode stay its own. The worker cancels the tasks that an episode leaves 
 ignore it. A worker ends when the host closes the socket FD, or when its parent process dies. With RUN_DIR, the folder
 of the run, it isolates itself (workers/isolation.py).
 
-Output is separated by a context variable, which tasks and threads of an episode inherit. Other output (of programs, of
-code in other languages, at import) is the worker's own. The first ``max_output_bytes`` of an episode's output are kept.
+Output is separated by a context variable, which tasks and plain code of an episode inherit. Other output (of programs,
+of users' own threads, of code in other languages, at import) is the worker's own. The first ``max_output_bytes`` of an
+episode's output are kept.
 """
 
 from __future__ import annotations

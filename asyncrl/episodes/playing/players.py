@@ -8,7 +8,7 @@ raises, the policy reads the error; the error is also counted and reported to th
 
 Invariant: ``resolve`` raises NotCallable for problems that can be found before the first episode. It neither makes nor
 calls users' objects. Plain code never blocks the event loop (``call``). A call ends only after its code has ended, even
-if the episode is stopped meanwhile, so nothing of an episode runs after its end.
+if the episode is stopped meanwhile, so no call of an episode runs after its end.
 """
 
 from __future__ import annotations
