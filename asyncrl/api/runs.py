@@ -85,6 +85,8 @@ def train(
     tables: dict[str, Any] = {}
     if reward is not None:
         tables["reward"] = {"function": functions.spec(reward)}
+    if tools and episode is not None:
+        raise UsageError("tools are for the episodes of asyncrl, and episode is one of your own: give one of the two")
     if tools:
         tables["episode"] = {"tools": [functions.spec(tool) for tool in tools]}
     elif episode is not None:

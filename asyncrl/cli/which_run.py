@@ -113,5 +113,7 @@ def why_unreachable(address: str) -> str:
         return f"{host} is not a valid host name"
     except TimeoutError:
         return f"no connection within {CONNECT_S:g} s: the host is down, or a firewall blocks the port"
-    except OSError as error:
+    except ConnectionRefusedError as error:
         return f"nothing listens there ({error.strerror})"
+    except OSError as error:
+        return f"it cannot be reached ({error.strerror})"

@@ -68,7 +68,7 @@ def _truncation_problems(config: Config) -> Iterator[Problem]:
         yield (
             "rollout.top_k",
             f"the token sets of a group may have {most} bytes ({truncation.top_k} tokens in each set), and a message "
-            f"at most network.max_message_bytes = {config.network.max_message_bytes}; lower top_k, or raise that",
+            f"at most network.max_message_bytes = {config.network.max_message_bytes}; set a smaller top_k, or raise it",
         )
     if config.learner.teacher_url is not None:
         yield key, "a teacher on a server scores under the whole distribution; leave it out, or name a folder"

@@ -70,6 +70,8 @@ class Rank0:
         self._actor, self._backend, self._thread, self._report = actor, backend, thread, report
         self._config, self._services, self._run_dir = actor.config, actor.services, actor.context.run_dir
         self._deliveries, self._group_log, self._grace_watch = deliveries, group_log, GraceWatch(actor.config)
+        self._lost_lines = 0
+        """Number of lost lines of which the user was notified."""
 
     async def setup(self) -> None:
         """Meet the other ranks, restore the newest checkpoint, and make all objects.
@@ -398,14 +400,15 @@ class Rank0:
         """
         files = "metrics.jsonl, quarantine.jsonl, evaluations.jsonl or samples/"
         where = f": {in_words(error, self._run_dir)}" if error is not None else ""
-        if lost:
+        if lost > self._lost_lines:
+            self._lost_lines = lost
             text = f"lines of {files} are lost{where}; they are missing from the report, too"
             self._services.notify("records", text, count=lost, meanwhile="Training continues")
         elif error is not None:
             meanwhile = "Training continues; the lines are kept in memory and are written when there is room"
             self._services.notify("records", f"lines of {files} cannot be written{where}", meanwhile=meanwhile)
         else:
-            text = f"lines of {files} were written late, when there was room again; none is lost"
+            text = f"lines of {files} were written late, when there was room again; none of these is lost"
             self._services.notify("records", text)
 
     def _published(self, version: int) -> None:

@@ -119,6 +119,11 @@ def test_an_error_of_a_function_names_its_file_and_line(tmp_path):
     assert not list(tmp_path.glob("runs/*"))
 
 
+def test_tools_beside_an_episode_of_ones_own_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="give one of the two"):
+        asyncrl.train(tree(tmp_path), tools=[print], episode=lambda task, client: 1.0, progress=False)
+
+
 def test_a_wrong_configuration_is_one_exception_with_the_text_of_the_terminal(tmp_path):
     wrong = tree(tmp_path, learner={"stepz": 3}, data={"source": "synthetic"}, rollout={"replicas": 0})
     with pytest.raises(asyncrl.RunFailed) as failed:

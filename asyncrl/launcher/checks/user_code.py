@@ -245,7 +245,7 @@ def check_command(command: list[str]) -> Finding:
     program = shutil.which(command[0])
     if program is None:
         problem = "is no program that can be run" if os.path.exists(command[0]) else "is missing"
-        fix = "install it where you launch, on each host with rollouters, or give its path"
+        fix = "install it where you launch, on each host that plays episodes, or give its path"
         return fail("episode", f"{command[0]} {problem}", fix, key="episode.command")
     script = next((word for word in command[1:2] if word.endswith((".py", ".sh", ".js"))), None)
     if script is not None and not Path(script).exists():

@@ -61,7 +61,7 @@ def hold_private(private: Path, run_id: str, files: Mapping[str, Any]) -> int:
         except OSError as error:
             os.close(lock)
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                raise in_use(private.parent) from None
+                raise _held_by(private) from None
             raise
     finally:
         shutil.rmtree(made, ignore_errors=True)
@@ -71,6 +71,16 @@ def hold_private(private: Path, run_id: str, files: Mapping[str, Any]) -> int:
 def in_use(path: Path) -> UsageError:
     """Return the error for a folder in which a run is live."""
     return UsageError(f"{path} is in use: a run is live in it; stop that run first (asyncrl-launch --stop {path})")
+
+
+def _held_by(private: Path) -> UsageError:
+    """Return the error for a private folder that exists. Of another host, its lock may not be seen here."""
+    with contextlib.suppress(OSError, ValueError):
+        host = from_json((private / HOST).read_bytes())
+        if host != socket.gethostname() and not are_locks_shared(private):
+            text = f"{private.parent} is in use: a run on {host} is live in it, or was killed"
+            return UsageError(f"{text}; stop that run first, or remove {private} if {host} no longer runs it")
+    return in_use(private.parent)
 
 
 def is_live(path: Path, private: str = PRIVATE) -> bool:

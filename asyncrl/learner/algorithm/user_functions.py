@@ -92,6 +92,9 @@ class CheckedLoss:
             values, sums = self._function(batch=batch)
         except Exception as error:
             raise self._error(f"failed: {describe(error)}") from error
+        if not hasattr(values, "shape") or not isinstance(sums, Mapping):
+            returned = f"{type(values).__name__} and {type(sums).__name__}"
+            raise self._error(f"returned {returned}; return a tensor with a loss for each token, and a mapping of sums")
         if values.shape != batch.logprobs.shape:
             returned = f"{tuple(values.shape)} for {len(batch.logprobs)} tokens"
             raise self._error(f"returned losses of shape {returned}; it must be one for each")

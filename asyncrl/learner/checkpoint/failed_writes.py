@@ -93,7 +93,8 @@ def checkpoint_failed(failed: FailedWrite, kept: Kept | None) -> tuple[str, str]
     Returns its text and the text about what happens meanwhile. ``kept`` is the newest complete checkpoint, or None.
     """
     if kept is None:
-        stays = f"no checkpoint is complete so far: all {failed.step} steps would be lost"
+        work = f"all {failed.step} steps" if failed.step else "the warm steps"
+        stays = f"no checkpoint is complete so far: {work} would be lost"
     else:
         lost = "1 step" if failed.step - kept.step == 1 else f"{failed.step - kept.step} steps"
         stays = f"the last complete one is {kept.path} (step {kept.step}): {lost} would be lost"

@@ -142,6 +142,7 @@ ADVICE = {
     "episode.timeout_s": "raise episode.timeout_s, or make tools and environment faster",
 }
 """Advice by the configuration key of the limit."""
+ADVICE_FOR_MODEL = "ask for shorter answers in the prompt, shorten the prompts, or take a model with a longer context"
 
 
 class TruncationWatch:
@@ -181,7 +182,9 @@ class TruncationWatch:
     def _text(self, share: float, limits: Counter[str]) -> str:
         (limit, _), *others = limits.most_common()
         which = f", most of them at {limit}" if others else f" at {limit}"
-        advice = ADVICE.get(key := limit.partition(" ")[0], f"raise {key}")
+        key = limit.partition(" ")[0]
+        # Without a key the model itself sets the limit.
+        advice = ADVICE.get(key, f"raise {key}" if "." in key else ADVICE_FOR_MODEL)
         return (
             f"{percent(share)} of {self._responses} were cut{which}. The reward of a cut response says little, so it "
             f"may not grow. To do: {advice}"

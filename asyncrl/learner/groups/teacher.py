@@ -94,7 +94,8 @@ class TeacherClient:
         named = [each for each in models.data if self._model in (None, each.id)]
         if not named:
             served = ", ".join(each.id for each in models.data) or "none"
-            raise TeacherFailed(f"{self.url} serves no model {self._model!r}; it serves {served}", passing=False)
+            wanted = "" if self._model is None else f" {self._model!r}; it serves {served}"
+            raise TeacherFailed(f"{self.url} serves no model{wanted}", passing=False)
         if self._model is None and len(named) > 1:
             served = ", ".join(each.id for each in named)
             problem = f"{self.url} serves several models ({served}); name one in learner.teacher_server.model"

@@ -42,6 +42,7 @@ from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.intake import MASKED, Intake
+from asyncrl.learner.groups.notices import limit_of
 from asyncrl.learner.groups.served_teacher import ServedTeacher
 from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.learner.loop.step_planner import NextStep, StepPlanner
@@ -260,7 +261,7 @@ class Training:
                 raise
             self._log.error("update was not taken", error=str(error))
             self._counters.add("learner/skipped_steps")
-            reason = f"the {error.what} of step {step.step} is not finite"
+            reason = f"not finite in step {step.step}: {error.what}"
             intake.spoil_step(error.uids, reason, trained=error.trained)
             if not error.trained:
                 self._dataloader.changed()
@@ -353,7 +354,8 @@ def _masked_text(groups: list[Group], step: int, version: int, config: Config) -
     text = f"step {step} was not taken: all of its {len(trajectories)} trajectories are masked"
     cut = sum(map(is_truncated, trajectories)) if config.reward.truncated == "mask" else 0
     if cut and config.episode.kind == "single":
-        text += f", {cut} because they were cut at rollout.max_tokens = {config.rollout.max_tokens} under "
+        limits = sorted({limit_of(each, config) for each in trajectories if is_truncated(each)})
+        text += f", {cut} because they were cut at {' or '.join(limits)} under "
         text += 'reward.truncated = "mask"; raise the one, or set the other to "score" or "penalty"'
     elif cut:
         text += f', {cut} because they ran out of tokens, turns or time under reward.truncated = "mask"; raise the '

@@ -260,7 +260,7 @@ class _Stream:
                     where = {"version": self._version, "bucket": request.bucket}
                     self._log.warning("chunk is corrupt", offset=request.offset, error=str(error), **where)
                     if corrupt == CORRUPT_ATTEMPTS:
-                        what = f"its chunk at {request.offset} arrived corrupt {corrupt} times in a row: {error}"
+                        what = f"its chunk at {request.offset} arrived corrupt {corrupt} times: {error}"
                         raise WeightsCorrupt(what, **where) from error
                 except (DeadlineExceeded, PeerRestarted, RemoteError) as error:
                     await self._handle_failure(source.name, error)

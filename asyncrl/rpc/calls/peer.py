@@ -338,6 +338,7 @@ class Peer(PeerConnection):
                 self._say_hello()
             return
         self._mark_proven()
+        self._unready = body.code == NOT_READY
         future = self._pending.get(header.in_reply_to)
         if future is None:
             self._on_late_answer(header)
@@ -346,7 +347,6 @@ class Peer(PeerConnection):
             # The timer asks after the call later.
             self._queue.arrived(future.id)
             if body.code == NOT_READY:
-                self._unready = True
                 future.heard = self._loop.time()
                 self._deadlines.remove(future, future.tick)
                 future.tick = self._deadlines.add(future, self._next_timer(future, SET_UP_REPEAT_S))

@@ -310,9 +310,10 @@ def _require_known(given: Mapping[str, Any], known: Collection[str], where: str)
     for key in given:
         if key in known:
             continue
-        if key in SHAREGPT:
+        of_a_message = "role" in known
+        if of_a_message and key in SHAREGPT:
             raise ChatRefused(f"{where}.{key}", "is not a field of a message; write role and content")
-        if any(key in fields for fields in OF_ROLE.values()):
+        if of_a_message and any(key in fields for fields in OF_ROLE.values()):
             raise ChatRefused(f"{where}.{key}", f"a message of the role {given.get('role')!r} has no such field")
         raise ChatRefused(f"{where}.{key}", f"cannot be shown to the model; known are {', '.join(known)}")
 

@@ -11,7 +11,7 @@ from disks import room_for
 from run_settings import simulated_run
 
 from asyncrl.config.load import config_from_json
-from asyncrl.core.errors import ConfigError
+from asyncrl.core.errors import ConfigError, UsageError
 from asyncrl.launcher.run_folder import private
 from asyncrl.launcher.run_folder.folders import create_run_folder, private_folder, with_date
 from asyncrl.launcher.run_folder.private import remove_abandoned
@@ -93,6 +93,10 @@ def test_a_host_removes_only_its_own_folders_if_it_does_not_see_the_locks_of_oth
     (unknown.private / "host.json").unlink()
     assert remove_abandoned(tmp_path / "runs") == [here.private]
     assert elsewhere.private.exists() and unknown.private.exists()
+    with pytest.raises(
+        UsageError, match=f"a run on another is live in it, or was killed; .* remove {elsewhere.private}"
+    ):
+        private.hold_private(elsewhere.private, elsewhere.run_id, {})
     monkeypatch.undo()
     assert sorted(remove_abandoned(tmp_path / "runs")) == sorted([elsewhere.private, unknown.private])
 

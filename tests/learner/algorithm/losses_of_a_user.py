@@ -35,6 +35,10 @@ def counts(batch):
     return batch.logprobs, {"tokens": len(batch.logprobs)}
 
 
+def alone(batch):
+    return list(batch.logprobs), {}
+
+
 def unsummed(batch):
     return batch.logprobs, {"squares": batch.logprobs.detach() ** 2}
 

@@ -183,6 +183,7 @@ def test_a_configuration_that_corrects_twice_is_refused(name) -> None:
         ("too_few", r"returned losses of shape \(1,\) for \d+ tokens"),
         ("counts", "returned 'tokens', which is not a tensor of one number$"),
         ("unsummed", "returned 'squares', which is not a tensor of one number"),
+        ("alone", r"returned list and dict; return a tensor with a loss for each token, and a mapping of sums"),
         ("many_sums", r"\(.*losses_of_a_user.py:\d+\) returned 65 sums, .*64 names of 100 characters are allowed"),
     ],
 )

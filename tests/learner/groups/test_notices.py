@@ -18,6 +18,7 @@ from asyncrl.config.rollout import RolloutConfig, VllmEngineConfig
 from asyncrl.launcher.checks.check_list import check_grace
 from asyncrl.launcher.checks.findings import warnings_of
 from asyncrl.learner.groups.notices import (
+    ADVICE_FOR_MODEL,
     LEAST_GROUPS,
     OVER,
     STEPS,
@@ -156,6 +157,13 @@ def test_high_truncation_over_a_window_causes_one_notice_with_its_key(cut: list[
     watch = TruncationWatch(make_config(groups_per_step=1))
     found = [notice.text for each in cut for notice in watch.group_came(cut_group(each))]
     assert [words in text for text, words in zip(found, reported, strict=True)] == [True] * len(reported)
+
+
+def test_a_limit_that_no_key_sets_is_that_of_the_model() -> None:
+    watch = TruncationWatch(limited(9_999))
+    [notice] = [notice for _ in range(WINDOW) for notice in watch.group_came(cut_group(SAMPLES))]
+    assert "were cut at the context length of the engine's model" in notice.text
+    assert notice.text.endswith(f"To do: {ADVICE_FOR_MODEL}")
 
 
 def limited(max_tokens: int = 3, *, context: int | None = None, **episode: Any) -> Config:

@@ -179,7 +179,11 @@ def test_the_error_of_a_refused_connection_does_not_advise_a_longer_timeout(monk
 
 @pytest.mark.parametrize(
     ("models", "name", "reported"),
-    [(("a", "b"), None, "serves several models"), (("a",), "b", "serves no model 'b'; it serves a")],
+    [
+        (("a", "b"), None, "serves several models"),
+        (("a",), "b", "serves no model 'b'; it serves a"),
+        ((), None, "serves no model$"),
+    ],
 )
 def test_a_server_with_several_models_needs_a_model_name(models, name, reported):
     async def play():

@@ -216,6 +216,8 @@ REFUSED_IN_A_ROW = [
     ([ASKS, CALLS, {"role": "tool", "content": "x", "name": "f"}], "prompt[2]", "no call of 'f'"),
     ([ASKS, CALLS | {"tool_calls": "[{"}], "prompt[1].tool_calls", "must be a list of calls"),
     ([ASKS, CALLS | {"tool_calls": [CALL | {"cost": 1}]}], "prompt[1].tool_calls[0].cost", "cannot be shown"),
+    ([ASKS, CALLS | {"tool_calls": [CALL | {"value": 1}]}], "prompt[1].tool_calls[0].value", "cannot be shown"),
+    ([ASKS, CALLS | {"tool_calls": [CALL | {"name": "f"}]}], "prompt[1].tool_calls[0].name", "cannot be shown"),
     (
         [ASKS, CALLS | {"tool_calls": [CALL | {"function": {"name": "f", "arguments": [1]}}]}],
         "prompt[1].tool_calls[0].function.arguments",
