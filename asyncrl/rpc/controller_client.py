@@ -96,6 +96,9 @@ class ControllerClient:
                     f"these keys do not fit the run there ({error.code}: ours {error.ours}, theirs {error.theirs})"
                 )
                 fix = "each start of a run makes new keys: copy its RUN/private again"
+                if error.code == "protocol":
+                    problem = f"its asyncrl speaks version {error.theirs} of the protocol, and this one {error.ours}"
+                    fix = "use the asyncrl of that run"
                 if error.code == CROWDED:
                     problem = f"the run accepts {error.theirs} as {self.endpoint.name}"
                     fix = "end one of them, or wait until one has ended"

@@ -32,7 +32,17 @@ from asyncrl.rpc.calls.connection import PeerConnection
 from asyncrl.rpc.calls.deadlines import Deadlines
 from asyncrl.rpc.calls.endpoint import CREDIT, NOT_READY, Endpoint, size_of
 from asyncrl.rpc.calls.retry import DOUBLINGS, pause
-from asyncrl.rpc.wire.envelope import NIL, ErrorBody, Header, Kind, Refuse, Welcome, decode_header
+from asyncrl.rpc.wire.envelope import (
+    NIL,
+    PROTOCOL_VERSION,
+    ErrorBody,
+    Header,
+    Kind,
+    OtherProtocol,
+    Refuse,
+    Welcome,
+    decode_header,
+)
 from asyncrl.rpc.wire.transport import Frames
 
 REPEAT_S = 5.0
@@ -266,6 +276,9 @@ class Peer(PeerConnection):
                 self._on_refuse(self._endpoint.codec.decode(Refuse, frames[1]))
             else:
                 raise ProtocolError(f"a server does not send {Kind(header.kind).name}")
+        except OtherProtocol as other:
+            # Such a server answers everything with a REFUSE, of which this side can read the version alone.
+            self._on_refuse(Refuse(code="protocol", ours=str(other.version), theirs=str(PROTOCOL_VERSION)))
         except (ProtocolError, IndexError):
             self._endpoint.counters.add("wire/malformed")
 

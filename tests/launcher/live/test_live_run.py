@@ -60,8 +60,9 @@ def test_idempotent_calls_are_repeated_and_refusals_show_the_controllers_text(li
     monkeypatch.setattr(controller_client, "AWAY_S", 0.01)
     speak(lived)
     crowded = Refused("controller/0", CROWDED, ours="one more", theirs="at most 64 at once")
+    newer = Refused("controller/0", "protocol", ours="4", theirs="5")
     ends = [RemoteError("controller/0", "cancelled", "the call was cancelled", retryable=True), None]
-    ends += [RemoteError("controller/0", "invalid", "c cannot leave"), crowded, crowded]
+    ends += [RemoteError("controller/0", "invalid", "c cannot leave"), crowded, crowded, newer]
 
     class Scripted:
         def __init__(self, *_):
@@ -86,6 +87,10 @@ def test_idempotent_calls_are_repeated_and_refusals_show_the_controllers_text(li
                     await controller.ask(WatchMembers())
             with pytest.raises(UsageError, match="wait until one has ended$"):
                 await anext(members_of(found, controller))
+            with pytest.raises(
+                UsageError, match="speaks version 5 of the protocol, and this one 4; use the asyncrl of"
+            ):
+                await controller.ask(WatchMembers())
 
     monkeypatch.setattr(controller_client, "Peer", Scripted)
     asyncio.run(main())

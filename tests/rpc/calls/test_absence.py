@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
+import zmq.asyncio
 from cuts import path_to
 from harness import SECRET, Net, repeat_after, replace, until
 
@@ -14,6 +15,7 @@ from asyncrl.messages import ANYBODY, Done, Request
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.rpc.calls import connection
 from asyncrl.rpc.calls.handlers import Caller, handler
+from asyncrl.rpc.wire.envelope import PROTOCOL_VERSION, Header, Kind, encode_header
 from asyncrl.rpc.wire.keys import Credentials
 
 
@@ -70,6 +72,20 @@ async def test_a_peer_that_was_never_reached_is_unreached_since_the_first_call()
         with pytest.raises(DeadlineExceeded, match="HELLO to tcp://127.0.0.1:9 is not answered"):
             await peer.call(SMALL, timeout=0.3)
         assert peer.unreached_s >= 0.3 and not peer.ready
+
+
+async def test_a_server_of_another_protocol_is_named():
+    with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        async with asyncio.timeout(60), Net() as net:
+            net.register(ActorRecord(name="reward/0", incarnation=1, address=f"tcp://127.0.0.1:{port}"))
+            call = net.client("reward/0").call(SMALL)
+            identity, *_ = await router.recv_multipart()
+            refuse = Header(PROTOCOL_VERSION + 1, Kind.REFUSE, 0, 1, "reward/0", 1, -1, 0, "Refuse", 0)
+            await router.send_multipart([identity, encode_header(refuse), b"of another form"])
+            with pytest.raises(Refused, match=rf"protocol \(ours {PROTOCOL_VERSION}, theirs {PROTOCOL_VERSION + 1}\)"):
+                await call
 
 
 async def test_a_peer_without_calls_is_not_unreached(monkeypatch):
