@@ -8,13 +8,13 @@ server.counter("weights/updates_failed", "updates", "failed updates of replicas;
 server.counter("weights/pauses_taken_back", "pauses", "pauses revoked from replicas that held one for too long")
 server.counter("weights/broadcasts_begun", "broadcasts", "broadcasts begun, with all members paused")
 server.counter("weights/broadcasts_called_off", "broadcasts", "broadcasts cancelled before they began")
-server.counter(
-    "weights/broadcasts_broken", "broadcasts", "broadcasts that failed; the surviving members join the next one"
-)
+server.counter("weights/broadcasts_broken", "broadcasts", "broadcasts that failed")
 server.counter("weights/chunks_served", "chunks", "chunks of weights sent over the network")
 server.counter("weights/bytes_served", "bytes", "bytes of weights sent over the network")
-server.counter("weights/engines_differ", "versions", "versions for which engines of one kind had different checksums")
+server.counter(
+    "weights/engines_differ", "updates", "updates after which an engine's checksum was not that of the first"
+)
 server.gauge("weights/replicas", "replicas", "known replicas")
-server.gauge("weights/replicas_behind", "replicas", "replicas that neither serve nor load the newest version")
+server.gauge("weights/replicas_behind", "replicas", "replicas whose last update failed")
 server.gauge("weights/replicas_paused", "replicas", "replicas paused for a load")
 server.gauge("weights/failed_attempts", "attempts", "failed attempts in a row, of the replica with the most")

@@ -453,12 +453,12 @@ class RewardPool(WorkerPool[RewardPlace]):
             return
         now = time.monotonic()
         if now >= self._deadline(place):
+            reason = f"ran {CANCEL_GRACE_S:g} s longer than its call, which was cancelled"
             if not place.given[0].done():
+                reason = f"ran longer than {self._config.timeout_s:g} s (reward.timeout_s)"
                 self.counters.timed_out += 1
                 place.timed_out = True
-            place.process.kill(
-                f"ran longer than {self._config.timeout_s:g} s (reward.timeout_s); its worker process was killed"
-            )
+            place.process.kill(f"{reason}; its worker process was killed")
             return
         if len(place.given) > 1 and not place.late and now >= place.began + LATE_S:
             self._take_back(place)
