@@ -237,13 +237,14 @@ class RunRecords:
         """Return the kept prompt groups of a step (None: the newest), as in samples/: prompt, responses, rewards."""
         import msgspec
 
-        from asyncrl.observe.samples import KINDS, SampleChoice, SampleGroup, groups_in, sample_files
+        from asyncrl.observe.samples import KINDS, SampleChoice, SampleGroup, groups_in, sample_files, step_in
 
         if kind not in KINDS:
             raise UsageError(f"samples: kind is {kind!r}; it may be {', '.join(KINDS)}")
         files = sample_files(self.folder, SampleChoice(kind=kind, step=step))
-        if step is None:
-            files = files[:1]
+        if step is None and files:
+            # A step may have several evaluations, each with a file of its own.
+            files = [path for path in files if step_in(path) == step_in(files[0])]
         return [msgspec.to_builtins(group) for path in files for group in groups_in(path, SampleGroup)]
 
 

@@ -124,6 +124,11 @@ def newest_samples(run_dir: Path, choice: SampleChoice, count: int) -> list[Samp
     return newest[:count]
 
 
+def step_in(path: Path) -> int:
+    """The step in the name of a file that ``sample_files`` lists."""
+    return int(path.stem.rpartition("_")[2])
+
+
 def sample_files(run_dir: Path, choice: SampleChoice) -> list[Path]:
     """List the files of a choice, the newest first. Groups filtered or evaluated after a step are newer than it.
 

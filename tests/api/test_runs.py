@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -72,10 +73,14 @@ def test_a_finished_run_is_continued_with_more_steps(run):
     assert not (run.folder / "logs" / "attempt_3").exists()
 
 
-def test_an_ended_run_is_read_without_starting_anything(run):
+def test_an_ended_run_is_read_without_starting_anything(run, tmp_path):
     opened = asyncrl.open_run(run.folder)
     assert opened.folder == run.folder and opened.metrics.equals(run.metrics)
     assert opened.samples(2) == run.samples(2) != []
+    for name in ("a", "b"):
+        (tmp_path / "samples").mkdir(exist_ok=True)
+        shutil.copy(run.folder / "samples" / "step_000002.jsonl", tmp_path / "samples" / f"eval_{name}_000002.jsonl")
+    assert api.RunRecords(tmp_path).samples(kind="evaluation") == 2 * run.samples(2)
     with pytest.raises(UsageError, match="may be trained, filtered, evaluation"):
         opened.samples(kind="eval")
     with pytest.raises(UsageError, match="no such folder"):
