@@ -29,7 +29,7 @@ ROWS = [{"prompt": f"{i}+1=", "bonus": i} for i in range(400)]
 
 def tree(folder, **tables):
     """A simulated run whose rewards come from a function of the test."""
-    found = sim_tree(folder, run={"samples_per_step": 2}, learner={"steps": 6}, rollout={"replicas": 1})
+    found = sim_tree(folder, run={"samples_per_step": 2}, learner={"steps": 6})
     del found["reward"]["options"], found["data"]
     return laid_over(found, tables)
 

@@ -23,7 +23,7 @@ SETS = {
 def folder(tmp_path_factory):
     """A folder with the configuration of a simulated run, whose training prompts are missing."""
     folder = tmp_path_factory.mktemp("eval")
-    tree = sim_tree(folder, eval=SETS, rollout={"replicas": 1}) | {"data": {"path": str(folder / "missing.jsonl")}}
+    tree = sim_tree(folder, eval=SETS) | {"data": {"path": str(folder / "missing.jsonl")}}
     (folder / "sim.toml").write_text("".join(f"{name} = {default_words(table)}\n" for name, table in tree.items()))
     return folder
 
