@@ -167,7 +167,8 @@ class Ledger:
         self.attempts: dict[str, int] = {}
         """Lease.attempt (messages/groups.py) of each open prompt, also of eval prompts, by uid; absent if it is 0."""
         self.first_epoch = 0
-        """First epoch of the present data; open prompts of earlier epochs never get an outcome."""
+        """First epoch of the present data. Of earlier epochs, only prompts whose groups were leased before the data
+        changed can still get an outcome."""
         self._clear(sources)
 
     def _clear(self, sources: int) -> None:

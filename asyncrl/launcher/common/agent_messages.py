@@ -55,10 +55,10 @@ class HostOffer(Struct, frozen=True, kw_only=True, tag="facts"):
 
 
 class RouteQuery(Struct, frozen=True, kw_only=True, tag="routes"):
-    """Asks a host which addresses of the head it reaches, and from which of its own addresses."""
+    """Asks a host to which addresses of the head it has a route, and from which of its own. Nothing is sent there."""
 
     head: str
-    """The head's name in the hostfile; its address for a host that joins a live run."""
+    """The head's name in the hostfile or SLURM job; its address for a host that joins a live run."""
     addresses: list[str]
 
 
@@ -72,11 +72,11 @@ class Routes(Struct, frozen=True, kw_only=True, tag="routes"):
 
 
 class Checked(Struct, frozen=True, kw_only=True, tag="checked"):
-    """The answer to CheckOrder (checks/findings.py): the results of the checks."""
+    """The answer to CheckOrder (checks/findings.py) and FindLeftovers (doctor/orders.py): the results of the checks."""
 
     findings: list[Finding]
     model: str = ""
-    """Digest of the model's folder; empty if no folder is needed or it fails its check."""
+    """Digest of the model's folder; empty if no folder is needed, it is not downloaded yet, or it fails its check."""
 
 
 class HostSpec(UserOrder, frozen=True, kw_only=True, tag="host"):

@@ -8,7 +8,7 @@ dataloader, too, may request the state at any moment (RestoreNeeded). So either 
 A ``DataloaderStatus`` says whether more groups come for training, which prompts get no lease, and which evaluation
 rounds are open.
 
-Fails with ConfigError when the prompts or their order are not those of the ledger.
+Fails with ConfigError when the prompts or their order are not those of the ledger, unless ``resume.allow`` permits it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 DATALOADER = "dataloader/0"
 MOST_PATIENCE = 64.0
-"""Largest factor by which the deadline of a call grows while the dataloader reads its data."""
+"""Largest factor by which the deadline of Restored grows: the dataloader reads its data anew at each request."""
 
 
 class OutcomeQueue:

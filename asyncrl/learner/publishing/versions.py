@@ -54,7 +54,7 @@ from asyncrl.weights.held_version import HeldVersion
 RETRY_S = 5.0
 """Pause before an overdue version is tried again (s)."""
 RETRY_IN_TURN_S = 60.0
-"""The same (s) in time slices of a GPU (gpu/slices.py), since each try takes the GPU from the engines."""
+"""The same (s) during the wait for groups in time slices of a GPU (gpu/slices.py): a try takes the GPU from engines."""
 NOTICE = "publish"
 """Key of the notice about versions that cannot be published."""
 MARK_FILE = "version_mark.json"

@@ -261,7 +261,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class _MergedAdapter:
-    """An adapter that is added to its weight for publishing: W + scale B A."""
+    """An adapter that is added to its weight, for a version or an export: W + scale B A."""
 
     a: Weight
     b: Weight
