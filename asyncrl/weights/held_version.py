@@ -15,6 +15,7 @@ and with OSError when memory or descriptors run out.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import math
 import mmap
@@ -40,6 +41,9 @@ Layout = Mapping[str, tuple[str, tuple[int, ...]]]
 """Dtype and shape of each parameter, by name."""
 ALIGNMENT = 64
 """Every tensor's offset is a multiple of this many bytes."""
+SEAL_TRIES = 10
+"""Most tries to seal. The kernel refuses a seal (EBUSY) while a process that reads the memory is paused in its read; it
+waits some 0.15 s for it first."""
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 ITEM_BYTES = {
     "float64": 8,
@@ -93,7 +97,13 @@ class Segment:
 
         ``checksum`` is that of all bytes, if the caller has it; else they are read again.
         """
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
+        for tries_left in reversed(range(SEAL_TRIES)):
+            try:
+                fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
+                break
+            except OSError as error:
+                if error.errno != errno.EBUSY or not tries_left:
+                    raise
         size = max(self.size, 1)
         if checksum is None:
             checksum = _checksum_of(self.fd, size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gc
 import math
@@ -55,6 +56,28 @@ def bucket(**fields: Any) -> Bucket:
 
 def manifest(*specs: TensorSpec, size: int = 256) -> Manifest:
     return Manifest(version=4, buckets=[bucket(size=size, tensors=list(specs))])
+
+
+@pytest.mark.parametrize(("refused", "error"), [(3, errno.EBUSY), (99, errno.EBUSY), (1, errno.EPERM)])
+def test_a_segment_that_is_being_read_is_sealed_a_little_later(monkeypatch, refused, error):
+    answers, real = iter([OSError(error, "refused")] * refused), fcntl.fcntl
+
+    def fcntl_once_it_is_read(descriptor, command, *words):
+        if command == fcntl.F_ADD_SEALS and (answer := next(answers, None)) is not None:
+            raise answer
+        return real(descriptor, command, *words)
+
+    segment = Segment("read", 8)
+    monkeypatch.setattr(fcntl, "fcntl", fcntl_once_it_is_read)
+    try:
+        if refused == 3:
+            segment.seal([])
+            assert real(segment.fd, fcntl.F_GET_SEALS) == SEALS
+        else:
+            with pytest.raises(OSError, match="refused"):
+                segment.seal([])
+    finally:
+        os.close(segment.fd)
 
 
 def test_a_sealed_segment_refuses_every_change(publisher):
