@@ -42,8 +42,8 @@ Layout = Mapping[str, tuple[str, tuple[int, ...]]]
 ALIGNMENT = 64
 """Every tensor's offset is a multiple of this many bytes."""
 SEAL_TRIES = 10
-"""Most tries to seal. The kernel refuses a seal (EBUSY) while a process that reads the memory is paused in its read; it
-waits some 0.15 s for it first."""
+"""Most tries to seal. The kernel refuses a seal (EBUSY) while a page of the memory is in use, as by a read. Before that
+it waits some 0.15 s."""
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 ITEM_BYTES = {
     "float64": 8,

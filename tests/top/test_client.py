@@ -256,6 +256,9 @@ def test_a_folder_without_a_reachable_run_is_refused_with_the_reason(tmp_path):
     with pytest.raises(UsageError, match="no viewer's keys there"):
         find_target(str(tmp_path))
     assert why_unreachable("a..b:80") and why_unreachable("\udc9b:80"), "what can be the name of no host is said"
+    assert why_unreachable("127.0.0.1:9") == "nothing listens there (Connection refused)"
+    # The kernel refuses TCP to this address at once.
+    assert why_unreachable("255.255.255.255:9").startswith("it cannot be reached (")
 
 
 KEY = "a" * 40

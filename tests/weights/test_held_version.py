@@ -8,6 +8,7 @@ import gc
 import math
 import mmap
 import os
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tiny_models import Publisher
 
 from asyncrl.core.errors import WeightsCorrupt
 from asyncrl.messages.weights import Bucket, Manifest, TensorSpec
+from asyncrl.weights import held_version
 from asyncrl.weights.held_version import (
     ITEM_BYTES,
     SEALS,
@@ -58,26 +60,25 @@ def manifest(*specs: TensorSpec, size: int = 256) -> Manifest:
     return Manifest(version=4, buckets=[bucket(size=size, tensors=list(specs))])
 
 
-@pytest.mark.parametrize(("refused", "error"), [(3, errno.EBUSY), (99, errno.EBUSY), (1, errno.EPERM)])
-def test_a_segment_that_is_being_read_is_sealed_a_little_later(monkeypatch, refused, error):
-    answers, real = iter([OSError(error, "refused")] * refused), fcntl.fcntl
-
-    def fcntl_once_it_is_read(descriptor, command, *words):
-        if command == fcntl.F_ADD_SEALS and (answer := next(answers, None)) is not None:
-            raise answer
-        return real(descriptor, command, *words)
-
+def test_a_segment_whose_pages_are_in_use_is_sealed_once_they_are_free(monkeypatch):
     segment = Segment("read", 8)
-    monkeypatch.setattr(fcntl, "fcntl", fcntl_once_it_is_read)
+    segment.write(0, bytes(8))
+    end, begin = os.pipe()
+    # The pipe holds the page itself.
+    os.splice(segment.fd, begin, 8, offset_src=0)
     try:
-        if refused == 3:
-            segment.seal([])
-            assert real(segment.fd, fcntl.F_GET_SEALS) == SEALS
-        else:
-            with pytest.raises(OSError, match="refused"):
+        with monkeypatch.context() as patched:
+            patched.setattr(held_version, "SEAL_TRIES", 2)
+            with pytest.raises(OSError, match=os.strerror(errno.EBUSY)):
                 segment.seal([])
+        reader = threading.Timer(0.3, os.read, (end, 8))
+        reader.start()
+        segment.seal([])
+        reader.join()
+        assert fcntl.fcntl(segment.fd, fcntl.F_GET_SEALS) == SEALS
     finally:
-        os.close(segment.fd)
+        for descriptor in (segment.fd, end, begin):
+            os.close(descriptor)
 
 
 def test_a_sealed_segment_refuses_every_change(publisher):

@@ -35,7 +35,7 @@ from asyncrl.core.errors import CheckpointError, DamagedCheckpoint
 from asyncrl.learner.backends.backend import create
 from asyncrl.learner.checkpoint import checkpoint_writer as writer_module
 from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter
-from asyncrl.learner.checkpoint.failed_writes import FailedWrite, Kept
+from asyncrl.learner.checkpoint.failed_writes import FailedWrite, Kept, checkpoint_failed
 from asyncrl.messages.actors import CheckpointWritten
 from asyncrl.messages.groups import Group
 from asyncrl.messages.ledger import Ledger
@@ -494,3 +494,9 @@ def test_an_unreadable_sector_counts_as_damage_and_a_missing_disk_does_not(code,
     with pytest.raises(CheckpointError, match=f"cannot be read: {os.strerror(code)}") as caught, reading(Path("state")):
         raise OSError(code, os.strerror(code))
     assert isinstance(caught.value, DamagedCheckpoint) == is_damage
+
+
+@pytest.mark.parametrize(("step", "work"), [(0, "the warm steps"), (3, "all 3 steps")])
+def test_a_failure_before_the_first_checkpoint_names_the_work_at_risk(step, work):
+    text = " ".join(checkpoint_failed(FailedWrite(version=0, step=step, folder=Path("c"), reason="it broke"), None))
+    assert f"no checkpoint is complete so far: {work} would be lost" in text

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from asyncrl.learner.groups.intake import Quarantined
 from asyncrl.learner.metrics import step_lines
 from asyncrl.learner.metrics.record_files import MOST_BYTES, RecordFiles
 from asyncrl.learner.metrics.step_lines import StepLines
+from asyncrl.learner.rank_0 import Rank0
 from asyncrl.messages.groups import Turn
 from asyncrl.observe.catalogue import Counters
 
@@ -199,3 +201,15 @@ def test_a_deleted_run_folder_is_not_created_again(tmp_path):
     records.metrics({"step": 1})
     assert (records.waiting, records.error.errno) == (2, errno.ENOENT)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_lines_that_wait_after_a_loss_are_no_loss(tmp_path):
+    said = []
+    heard = SimpleNamespace(notify=lambda key, text, count=1, meanwhile="": said.append((text.split(":")[0], count)))
+    rank_0 = SimpleNamespace(_lost_lines=0, _run_dir=tmp_path, _services=heard)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    for lost, error in ((0, full), (2, full), (2, full), (3, full), (3, None)):
+        Rank0._lines_waiting(rank_0, lost, error)
+    kinds = [next(word for word in ("cannot be written", "are lost", "late") if word in text) for text, _ in said]
+    assert kinds == ["cannot be written", "are lost", "cannot be written", "are lost", "late"]
+    assert [count for _, count in said] == [1, 2, 1, 3, 1]
